@@ -1,0 +1,53 @@
+// From the tensors of an op call to params.h: checks, strides, and the allocated outputs.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "common/params.h"
+
+namespace flash {
+
+using Tensor = torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Everything of a call but q, k, v, bias and sink, in the order of the schema.
+struct CallOptions {
+  double softmax_scale;
+  bool causal;
+  int64_t window_left, window_right;
+  bool upper_left;
+  double softcap;
+  double dropout_p;
+  OptionalTensor dropout_seed, alibi_slopes, mask;
+  OptionalTensor cu_seqlens_q, cu_seqlens_k;
+  OptionalTensor seqused_q, seqused_k, leftpad_q, leftpad_k;
+};
+
+// What a call hands to the backend beside the params: the tensors that hold the results.
+struct Forward {
+  FwdParams params;
+  Tensor out, lse, statistics;
+};
+
+struct Backward {
+  BwdParams params;
+  Tensor dq, dk, dv, dbias, dsink;  // without elements where not wanted
+};
+
+struct Wanted {
+  bool dq, dk, dv, dbias, dsink;
+};
+
+Forward build_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
+                      const OptionalTensor& sink, const CallOptions& options);
+
+Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
+                        const Tensor& out, const Tensor& statistics, const OptionalTensor& bias, const OptionalTensor& sink,
+                        const CallOptions& options, Wanted wanted);
+
+// Reads cu_seqlens, lengths and left pads (host memory) and refuses what would lead outside the tensors.
+void check_contents(const AttentionParams& params, const OptionalTensor& bias, const OptionalTensor& mask);
+
+}  // namespace flash

@@ -1,0 +1,66 @@
+// The ops for CPU tensors.
+#include <pthread.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "binding/build_params.h"
+#include "cpu/attention.h"
+
+namespace flash {
+namespace {
+
+// torch's thread pool does not survive a fork: a child that entered it would wait for threads that are not there. A forked child
+// (a DataLoader worker, say) therefore computes on its own thread.
+bool is_forked_child = false;
+[[maybe_unused]] const int watch_forks = pthread_atfork(nullptr, nullptr, [] { is_forked_child = true; });
+
+cpu::ThreadPool torch_pool() {
+  if (is_forked_child) return {};
+  return {static_cast<int>(torch::stable::get_num_threads()), [](int workers, void (*task)(int, void*), void* context) {
+            torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+              for (int64_t worker = begin; worker < end; ++worker) task(static_cast<int>(worker), context);
+            });
+          }};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor sink, double softmax_scale, bool causal,
+    int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p, OptionalTensor dropout_seed,
+    OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
+    int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/, OptionalTensor seqused_q, OptionalTensor seqused_k,
+    OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
+  const Forward call = build_forward(
+      q, k, v, bias, sink,
+      {softmax_scale, causal, window_left, window_right, upper_left, softcap, dropout_p, dropout_seed, alibi_slopes, mask,
+       cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_q, leftpad_k});
+  check_contents(call.params, bias, mask);
+  cpu::forward(call.params, torch_pool());
+  return {call.out, call.lse, call.statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, OptionalTensor bias,
+    OptionalTensor sink, bool wants_dq, bool wants_dk, bool wants_dv, bool wants_dbias, bool wants_dsink, double softmax_scale,
+    bool causal, int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p,
+    OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
+    OptionalTensor cu_seqlens_k, int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/, OptionalTensor seqused_q,
+    OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
+  const Backward call = build_backward(
+      dout, dlse, q, k, v, out, statistics, bias, sink,
+      {softmax_scale, causal, window_left, window_right, upper_left, softcap, dropout_p, dropout_seed, alibi_slopes, mask,
+       cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_q, leftpad_k},
+      {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
+  check_contents(call.params, bias, mask);
+  cpu::backward(call.params, torch_pool());
+  return {call.dq, call.dk, call.dv, call.dbias, call.dsink};
+}
+
+}  // namespace
+}  // namespace flash
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, m) {
+  m.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
+  m.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
+}

@@ -1,0 +1,281 @@
+// Backward: Algorithm 4 of the FlashAttention paper, key-stationary and in parallel over (sequence, key/value head, chunk of keys).
+//
+// A chunk owns its dK and dV: it adds to them in a fixed order of query tiles. dQ needs every chunk: a chunk puts its part of a query
+// tile's dQ into a slot of its own, and the slots are summed in the order of the chunks. So all three gradients come out the same
+// on any number of threads, one long head still feeds every core, and memory stays bounded: query tiles are taken kPhaseTiles at a
+// time (a phase), so there are only kPhaseTiles slots per chunk.
+#include "cpu/attention.h"
+#include "cpu/backward_passes.h"
+#include "cpu/gradient_tile.h"
+
+namespace flash::cpu {
+namespace {
+
+constexpr int64_t kPhaseTiles = 16;
+
+// One key/value head of one sequence.
+struct Unit {
+  const Sequence* sequence;
+  int64_t head_k;
+  int64_t first_chunk, chunks;  // in the wave
+  int64_t query_blocks;         // per query head
+  int64_t tiles;                // query blocks of all heads of the group
+};
+
+struct Chunk {
+  int64_t unit;      // in the wave
+  int64_t index;     // in the unit
+  int64_t first_acc; // row of the accumulators
+};
+
+// Chunks are long, so that packing a query tile is paid over many keys, but there shall be some 64 of them for the threads.
+// A function of the shape alone: it decides the order of summation.
+int64_t chunk_keys(const AttentionParams& p, const Sequences& sequences, TileSize size) {
+  const int64_t units = std::max<int64_t>(1, p.batch * p.heads_k);
+  const int64_t wanted = divide_up(sequences.longest_k * units, 64);
+  return round_up(std::clamp<int64_t>(wanted, 256, 1024), size.keys);
+}
+
+template <class Real>
+class MainPass {
+ public:
+  MainPass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool)
+      : p_(p),
+        sequences_(sequences),
+        delta_(delta),
+        pool_(pool),
+        size_(tile_size(sequences.longest_q, sequences.longest_k)),
+        chunk_keys_(chunk_keys(p, sequences, size_)),
+        packed_keys_(std::min(chunk_keys_, round_up(sequences.longest_k, size_.keys))),
+        dim_lanes_(round_up(p.dim, kLanes)),
+        dim_v_lanes_(round_up(p.dim_v, kLanes)),
+        workspace_(pool.threads, WorkerBuffers(nullptr, *this).reals) {}
+
+  // Units are taken in waves, enough of them to keep the threads busy: accumulators exist for one wave only.
+  void run() {
+    const int64_t units = static_cast<int64_t>(sequences_.all.size()) * p_.heads_k;
+    const int64_t enough_chunks = pool_.threads == 1 ? 1 : 8 * pool_.threads;
+    for (int64_t unit = 0; unit < units;) {
+      units_.clear();
+      chunks_.clear();
+      accumulator_rows_ = 0;
+      while (unit < units && static_cast<int64_t>(chunks_.size()) < enough_chunks) add_unit(unit++);
+      run_wave();
+    }
+  }
+
+ private:
+  struct WorkerBuffers {
+    GradientTile<Real> tile;
+    Real *k_rows, *v_rows, *dq_lanes, *factor;
+    int64_t reals;
+
+    WorkerBuffers(Real* piece, const MainPass& pass) : tile(piece, pass.p_, pass.size_) {
+      Carver<Real> carve(piece == nullptr ? nullptr : piece + tile.reals);
+      k_rows = carve.take(pass.packed_keys_ * pass.p_.dim);
+      v_rows = carve.take(pass.packed_keys_ * pass.p_.dim_v);
+      dq_lanes = carve.take(pass.p_.dim * pass.size_.rows);
+      factor = carve.take(pass.size_.rows);
+      reals = tile.reals + carve.used();
+    }
+  };
+
+  void add_unit(int64_t unit) {
+    const Sequence& s = sequences_.all[unit / p_.heads_k];
+    const int64_t chunks = divide_up(s.k.length, chunk_keys_), query_blocks = divide_up(s.q.length, size_.rows);
+    units_.push_back({&s, unit % p_.heads_k, static_cast<int64_t>(chunks_.size()), chunks, query_blocks,
+                      query_blocks * p_.group()});
+    for (int64_t c = 0; c < chunks; ++c)
+      chunks_.push_back({static_cast<int64_t>(units_.size()) - 1, c, accumulator_rows_ + c * chunk_keys_});
+    accumulator_rows_ += s.k.length;
+  }
+
+  void run_wave() {
+    int64_t phases = 1;
+    for (const Unit& unit : units_) phases = std::max(phases, divide_up(unit.tiles, kPhaseTiles));
+    const int64_t chunks = static_cast<int64_t>(chunks_.size());
+    const Workspace<Real> dk(1, wants_dk() ? accumulator_rows_ * dim_lanes_ : 0);
+    const Workspace<Real> dv(1, wants_dv() ? accumulator_rows_ * dim_v_lanes_ : 0);
+    const Workspace<Real> slots(wants_dq() ? chunks * kPhaseTiles : 0, p_.dim * size_.rows);
+    std::vector<uint8_t> written(static_cast<size_t>(chunks * kPhaseTiles));
+    dk_ = dk.piece(0);
+    dv_ = dv.piece(0);
+    for (int64_t phase = 0; phase < phases; ++phase) {
+      pool_.for_each(chunks, [&](int worker, int64_t c) { run_chunk(worker, chunks_[c], c, phase, slots, written.data()); });
+      if (wants_dq()) {
+        pool_.for_each(static_cast<int64_t>(units_.size()) * kPhaseTiles, [&](int worker, int64_t i) {
+          sum_slots(worker, units_[i / kPhaseTiles], phase * kPhaseTiles + i % kPhaseTiles, slots, written.data());
+        });
+      }
+    }
+  }
+
+  // What the query tiles of one phase give to a chunk's dK and dV, and the chunk's part of their dQ.
+  void run_chunk(int worker, const Chunk& chunk, int64_t slot_row, int64_t phase, const Workspace<Real>& slots,
+                 uint8_t* written) const {
+    const Unit& unit = units_[chunk.unit];
+    const Rows& k = unit.sequence->k;
+    const int64_t last_phase = std::max<int64_t>(0, divide_up(unit.tiles, kPhaseTiles) - 1);
+    if (phase > last_phase) return;
+    const WorkerBuffers buffers(workspace_.piece(worker), *this);
+    const Range keys = intersect({chunk.index * chunk_keys_, (chunk.index + 1) * chunk_keys_}, {0, k.length});
+    Real* dk = dk_ + chunk.first_acc * dim_lanes_;
+    Real* dv = dv_ + chunk.first_acc * dim_v_lanes_;
+    if (phase == 0) {
+      if (wants_dk()) std::fill(dk, dk + keys.size() * dim_lanes_, Real(0));
+      if (wants_dv()) std::fill(dv, dv + keys.size() * dim_v_lanes_, Real(0));
+    }
+    Range packed{};  // keys whose K and V rows are in the buffers
+    for (int64_t t = phase * kPhaseTiles; t < std::min((phase + 1) * kPhaseTiles, unit.tiles); ++t) {
+      const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + t / unit.query_blocks);
+      const Range rows = rows_of_tile(unit, t);
+      const Range seen = intersect(keys, head.visibility.keys_of_any(rows));
+      written[slot_row * kPhaseTiles + t % kPhaseTiles] = !seen.empty();
+      if (seen.empty()) continue;
+      pack_keys(unit, keys, seen, packed, buffers);
+      run_tile(head, rows, keys, seen, buffers, dk, dv, slots.piece(wants_dq() ? slot_row * kPhaseTiles + t % kPhaseTiles : 0));
+    }
+    if (phase == last_phase) {
+      write_keys(p_.dk, unit, keys, p_.dim, dim_lanes_, dk, Real(1));
+      write_keys(p_.dv, unit, keys, p_.dim_v, dim_v_lanes_, dv, static_cast<Real>(p_.dropout.keep_scale));
+    }
+  }
+
+  Range rows_of_tile(const Unit& unit, int64_t t) const {
+    const int64_t block = t % unit.query_blocks;
+    return intersect({block * size_.rows, (block + 1) * size_.rows}, {0, unit.sequence->q.length});
+  }
+
+  // Makes sure that the rows of `seen` are packed; keys that no row sees are never read.
+  void pack_keys(const Unit& unit, Range chunk, Range seen, Range& packed, const WorkerBuffers& buffers) const {
+    const Rows& k = unit.sequence->k;
+    const auto pack = [&](Range r) {
+      if (r.empty()) return;
+      const int64_t row = k.first() + r.begin, to = r.begin - chunk.begin;
+      pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, unit.head_k, row), r.size(), p_.dim, Real(1),
+                buffers.k_rows + to * p_.dim, p_.dim);
+      pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, unit.head_k, row), r.size(), p_.dim_v, Real(1),
+                buffers.v_rows + to * p_.dim_v, p_.dim_v);
+    };
+    const bool joined = !packed.empty() && seen.begin <= packed.end && packed.begin <= seen.end;
+    if (!joined) {
+      pack(seen);
+      packed = seen;
+      return;
+    }
+    pack({seen.begin, packed.begin});
+    pack({packed.end, seen.end});
+    packed = {std::min(seen.begin, packed.begin), std::max(seen.end, packed.end)};
+  }
+
+  void run_tile(const HeadContext<Real>& head, Range rows, Range chunk, Range seen, const WorkerBuffers& buffers, Real* dk,
+                Real* dv, Real* slot) const {
+    const MicroKernels<Real>& kernels = micro_kernels<Real>();
+    const GradientTile<Real>& tile = buffers.tile;
+    const int64_t lanes = tile.lanes;
+    tile.load_queries(p_, delta_, head, rows);
+    bool first = true;
+    for (int64_t n = chunk.begin; n < chunk.end; n += size_.keys) {
+      const Range keys = intersect({n, n + size_.keys}, seen);
+      if (keys.empty()) continue;
+      const int64_t at = keys.begin - chunk.begin;
+      const Real* k_rows = buffers.k_rows + at * p_.dim;
+      tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k_rows, buffers.v_rows + at * p_.dim_v);
+      if (wants_dv()) {
+        kernels.multiply({keys.size(), rows.size(), dim_v_lanes_, tile.probabilities, lanes, 1, tile.dout_rows, dim_v_lanes_,
+                          dv + at * dim_v_lanes_, dim_v_lanes_, true});
+      }
+      if (wants_dk()) {
+        kernels.multiply({keys.size(), rows.size(), dim_lanes_, tile.dscores, lanes, 1, tile.q_rows, dim_lanes_,
+                          dk + at * dim_lanes_, dim_lanes_, true});
+      }
+      if (wants_dq()) {
+        kernels.multiply({p_.dim, keys.size(), lanes, k_rows, 1, p_.dim, tile.dscores, lanes, slot, lanes, !first});
+      }
+      first = false;
+    }
+  }
+
+  void write_keys(const Operand& x, const Unit& unit, Range keys, int64_t dim, int64_t stride, const Real* rows,
+                  Real factor) const {
+    if (x.data == nullptr) return;
+    const Rows& k = unit.sequence->k;
+    for (int64_t j = 0; j < keys.size(); ++j) {
+      with_storer<Real>(p_.dtype, x.data, x.offset(k.batch, unit.head_k, k.first() + keys.begin + j), [&](auto store) {
+        for (int64_t d = 0; d < dim; ++d) store(d, factor == 0 ? Real(0) : factor * rows[j * stride + d]);
+      });
+    }
+  }
+
+  void sum_slots(int worker, const Unit& unit, int64_t t, const Workspace<Real>& slots, const uint8_t* written) const {
+    if (t >= unit.tiles) return;
+    const WorkerBuffers buffers(workspace_.piece(worker), *this);
+    const int64_t lanes = size_.rows, reals = p_.dim * lanes;
+    const Real* sum = nullptr;
+    for (int64_t c = unit.first_chunk; c < unit.first_chunk + unit.chunks; ++c) {
+      const int64_t slot = c * kPhaseTiles + t % kPhaseTiles;
+      if (!written[slot]) continue;
+      const Real* part = slots.piece(slot);
+      if (sum == nullptr) {
+        sum = part;
+        continue;
+      }
+      for (int64_t x = 0; x < reals; ++x) buffers.dq_lanes[x] = sum[x] + part[x];
+      sum = buffers.dq_lanes;
+    }
+    if (sum == nullptr) {
+      std::fill(buffers.dq_lanes, buffers.dq_lanes + reals, Real(0));
+      sum = buffers.dq_lanes;
+    }
+    const Range rows = rows_of_tile(unit, t);
+    const Rows& q = unit.sequence->q;
+    const int64_t head = unit.head_k * p_.group() + t / unit.query_blocks;
+    std::fill(buffers.factor, buffers.factor + lanes, static_cast<Real>(p_.score.scale));
+    unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin), rows.size(), p_.dim, buffers.factor,
+                 sum, lanes);
+  }
+
+  bool wants_dq() const { return p_.dq.data != nullptr; }
+  bool wants_dk() const { return p_.dk.data != nullptr; }
+  bool wants_dv() const { return p_.dv.data != nullptr; }
+
+  const BwdParams& p_;
+  const Sequences& sequences_;
+  const RowArray delta_;
+  const ThreadPool pool_;
+  const TileSize size_;
+  const int64_t chunk_keys_;   // keys of a chunk, a multiple of the tile
+  const int64_t packed_keys_;  // the same, but no more than the longest sequence has
+  const int64_t dim_lanes_, dim_v_lanes_;
+  const Workspace<Real> workspace_;
+  std::vector<Unit> units_;    // of the current wave
+  std::vector<Chunk> chunks_;
+  int64_t accumulator_rows_ = 0;
+  Real *dk_ = nullptr, *dv_ = nullptr;
+};
+
+template <class Real>
+void backward_as(const BwdParams& p, const ThreadPool& pool) {
+  const Sequences sequences(p);
+  const ThreadPool threads = pool_for(pool, 2.5 * score_elements(p, sequences) * static_cast<double>(p.dim + p.dim_v));
+  const bool packed = p.rows_q.cu_seqlens.given();
+  const int64_t rows = p.rows_q.rows;
+  const Workspace<Real> deltas(1, (packed ? 1 : p.batch) * p.heads * rows);
+  const RowArray delta{deltas.piece(0), packed ? 0 : p.heads * rows, rows};
+  prepare_pass<Real>(p, sequences, delta, threads);
+  if (p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr) main_pass<Real>(p, sequences, delta, threads);
+  if (p.dbias.given()) bias_pass<Real>(p, sequences, delta, threads);
+}
+
+}  // namespace
+
+template <class Real>
+void main_pass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool) {
+  MainPass<Real>(p, sequences, delta, pool).run();
+}
+
+void backward(const BwdParams& params, const ThreadPool& pool) {
+  params.dtype == DataType::kFloat64 ? backward_as<double>(params, pool) : backward_as<float>(params, pool);
+}
+
+}  // namespace flash::cpu

@@ -1,0 +1,10 @@
+// The micro-kernels for any CPU: GCC vector extensions of 16 bytes, which every 64-bit target has in hardware.
+#include "cpu/isa/isa.h"
+#include "cpu/isa/vector_kernels.h"
+
+namespace flash::cpu::isa {
+
+const MicroKernels<float> portable_fp32 = Vectors<float, 16>::kernels("portable");
+const MicroKernels<double> portable_fp64 = Vectors<double, 16>::kernels("portable");
+
+}  // namespace flash::cpu::isa

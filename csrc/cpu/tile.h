@@ -1,0 +1,166 @@
+// What forward and backward share: sizes of a tile, packing rows into it, and its logits.
+// A tile is `rows` queries (lanes) × `keys` keys; S^T is [key][lane] with `Tiles::lanes` lanes.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "common/dropout.h"
+#include "common/score.h"
+#include "common/sequence.h"
+#include "common/statistics.h"
+#include "common/visibility.h"
+#include "cpu/convert.h"
+#include "cpu/micro_kernels.h"
+#include "cpu/parallel.h"
+
+namespace flash::cpu {
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// 64 × 128: S^T is 32 KB in fp32. Short sequences get smaller tiles, so that a call at seqlen 16 needs little memory.
+struct TileSize {
+  int64_t rows;  // a multiple of kLanes
+  int64_t keys;
+};
+
+inline TileSize tile_size(int64_t longest_q, int64_t longest_k) {
+  return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 128)};
+}
+
+// out[row][0 .. dim) = factor · rows of the operand; columns up to `stride` become 0.
+template <class Real>
+void pack_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real factor, Real* out,
+               int64_t stride) {
+  for (int64_t r = 0; r < rows; ++r, out += stride) {
+    with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
+      for (int64_t d = 0; d < dim; ++d) out[d] = load(d) * factor;
+    });
+    std::fill(out + dim, out + stride, Real(0));
+  }
+}
+
+// out[d][lane] = factor · row `lane` of the operand; lanes from `rows` up to `lanes` become 0.
+template <class Real>
+void pack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real factor, Real* out,
+                int64_t lanes) {
+  for (int64_t r = 0; r < rows; ++r) {
+    with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
+      for (int64_t d = 0; d < dim; ++d) out[d * lanes + r] = load(d) * factor;
+    });
+  }
+  for (int64_t d = 0; d < dim; ++d) std::fill(out + d * lanes + rows, out + (d + 1) * lanes, Real(0));
+}
+
+// Rows of the operand = factor[lane] · in[d][lane]; a factor of 0 gives 0 whatever `in` holds.
+template <class Real>
+void unpack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, const Real* factor,
+                  const Real* in, int64_t lanes) {
+  for (int64_t r = 0; r < rows; ++r) {
+    with_storer<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto store) {
+      for (int64_t d = 0; d < dim; ++d) store(d, factor[r] == 0 ? Real(0) : factor[r] * in[d * lanes + r]);
+    });
+  }
+}
+
+// One head of one sequence.
+template <class Real>
+struct HeadContext {
+  Sequence sequence;
+  int64_t head = 0;
+  Visibility visibility;
+  Real alibi_slope = 0;
+  DropoutStream dropout{};
+
+  HeadContext(const AttentionParams& p, const Sequence& s, int64_t h)
+      : sequence(s),
+        head(h),
+        visibility(make_visibility(p.window, s.q.length, s.k.length)),
+        alibi_slope(flash::alibi_slope<Real>(p.score, s.index, h)) {
+    if (p.dropout.given()) dropout = dropout_stream(p.dropout.seed, s.index, h);
+  }
+};
+
+// Where a tile lies: positions, counted within the sequence.
+struct TilePlace {
+  int64_t first_row, rows;
+  int64_t first_key, keys;
+
+  Range row_range() const { return {first_row, first_row + rows}; }
+  Range key_range() const { return {first_key, first_key + keys}; }
+};
+
+// The logits of a tile from packed operands: S^T = K · (scale Q)^T, softcap, ALiBi, bias; -inf where a row does not see a key.
+// `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold finite values
+// if K is finite, and nothing reads them.
+template <class Real>
+void logits(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& tile, const Real* q_lanes,
+            const Real* k_rows, Real* scores, Real* softcap_derivative, int64_t lanes) {
+  micro_kernels<Real>().multiply({tile.keys, p.dim, lanes, k_rows, p.dim, 1, q_lanes, lanes, scores, lanes, false});
+
+  if (p.score.softcap > 0) {
+    const Real softcap = static_cast<Real>(p.score.softcap);
+    for (int64_t x = 0; x < tile.keys * lanes; ++x) {
+      const Softcapped<Real> capped = apply_softcap(scores[x], softcap);
+      scores[x] = capped.value;
+      if (softcap_derivative != nullptr) softcap_derivative[x] = capped.derivative;
+    }
+  }
+  if (head.alibi_slope != 0) {
+    for (int64_t j = 0; j < tile.keys; ++j)
+      for (int64_t r = 0; r < tile.rows; ++r)
+        scores[j * lanes + r] += alibi(head.alibi_slope, tile.first_row + r, tile.first_key + j, head.visibility.diagonal);
+  }
+  const int64_t bias_row = head.sequence.q.leftpad + tile.first_row, bias_column = head.sequence.k.leftpad + tile.first_key;
+  if (p.bias.given()) {
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const int64_t offset = p.bias.offset(head.sequence.index, head.head, bias_row + r, bias_column);
+      with_loader<Real>(p.bias.dtype, p.bias.data, offset, [&](auto load) {
+        for (int64_t j = 0; j < tile.keys; ++j) scores[j * lanes + r] += load(j * p.bias.column_stride);
+      });
+    }
+  }
+  if (p.mask.given()) {
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const auto* allowed = static_cast<const uint8_t*>(p.mask.data) +
+                            p.mask.offset(head.sequence.index, head.head, bias_row + r, bias_column);
+      for (int64_t j = 0; j < tile.keys; ++j)
+        if (allowed[j * p.mask.column_stride] == 0) scores[j * lanes + r] = -INFINITY;
+    }
+  }
+  const Range seen_by_all = head.visibility.keys_of_all(tile.row_range());
+  if (tile.first_key < seen_by_all.begin || tile.first_key + tile.keys > seen_by_all.end) {
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const Range keys = head.visibility.keys(tile.first_row + r);
+      for (int64_t j = 0; j < tile.keys; ++j)
+        if (!keys.contains(tile.first_key + j)) scores[j * lanes + r] = -INFINITY;
+    }
+  }
+}
+
+// keep[key][lane] = whether dropout keeps the element.
+inline void dropout_tile(const Dropout& dropout, const DropoutStream& stream, const TilePlace& tile, uint8_t* keep,
+                         int64_t lanes) {
+  const Range rows = tile.row_range(), keys = tile.key_range();
+  for (int64_t q0 = rows.begin / kDropoutQueries * kDropoutQueries; q0 < rows.end; q0 += kDropoutQueries)
+    for (int64_t k0 = keys.begin / kDropoutKeys * kDropoutKeys; k0 < keys.end; k0 += kDropoutKeys)
+      for (int64_t group = 0; group < 64; ++group) {
+        const int64_t q1 = q0 + group / 8, k1 = k0 + group % 8;
+        const DropoutDraws draws = stream.draws(dropout_query_group(q1), dropout_key_group(k1));
+        for (int query_slot = 0; query_slot < 2; ++query_slot)
+          for (int key_slot = 0; key_slot < 4; ++key_slot) {
+            const int64_t q = q1 + 8 * query_slot, k = k1 + 8 * key_slot;
+            if (!rows.contains(q) || !keys.contains(k)) continue;
+            keep[(k - keys.begin) * lanes + (q - rows.begin)] = draws.draw(query_slot, key_slot) >= dropout.threshold;
+          }
+      }
+}
+
+template <class Real>
+void drop(const uint8_t* keep, const TilePlace& tile, Real* x, int64_t lanes) {
+  for (int64_t j = 0; j < tile.keys; ++j)
+    for (int64_t r = 0; r < tile.rows; ++r)
+      if (keep[j * lanes + r] == 0) x[j * lanes + r] = 0;
+}
+
+}  // namespace flash::cpu

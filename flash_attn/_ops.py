@@ -1,0 +1,156 @@
+"""Finds the compiled library, loads it, and offers its ops under the contract that every backend has.
+
+Importing this never fails: where the library is missing or does not load, `availability` keeps the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flash_attn.problem import Problem
+
+PACKAGE = Path(__file__).resolve().parent
+NAMESPACE = "flash_attn"
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a backend can be used, and if not, why: true or false like a bool."""
+
+    available: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.available
+
+
+def _load_library() -> Availability:
+    library = PACKAGE / "_C.so"
+    if not library.exists():
+        return Availability(False, f"{library} does not exist: build it with `pip install --no-build-isolation -e .`")
+    if hasattr(torch.ops.flash_attn, "attention_forward") and str(library) not in torch.ops.loaded_libraries:
+        # A second registration of the ops would end the process.
+        return Availability(False, "another copy of flash_attn has registered its ops in this process already")
+    try:
+        torch.ops.load_library(str(library))
+    except (OSError, RuntimeError) as error:
+        return Availability(False, f"{library} does not load with torch {torch.__version__}: {error}")
+    return Availability(True, f"{library.name} is loaded")
+
+
+def _gpu_reason() -> str:
+    """Why the GPU kernels are not there: what the build said."""
+    try:
+        return json.loads((PACKAGE / "_build_info.json").read_text())["gpu"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "this build has no GPU kernels"
+
+
+AVAILABILITY = {"cpu": _load_library(), "reference": Availability(True, "plain PyTorch, on any device")}
+
+
+def is_available(backend: str = "cpu") -> Availability:
+    """Whether `backend` ("cpu", "mma_sync", "wgmma" or "reference") can be used here.
+
+    Returns an `Availability`: true or false like a bool, with the `reason` as a sentence.
+
+        >>> if not (cpu := flash_attn.is_available()): print(cpu.reason)
+
+    Raises:
+        ValueError: for any other name.
+    """
+    if backend in ("mma_sync", "wgmma"):
+        return Availability(False, _gpu_reason())
+    if backend not in AVAILABILITY:
+        raise ValueError(f"backend must be cpu, mma_sync, wgmma or reference; got {backend!r}")
+    return AVAILABILITY[backend]
+
+
+def _options(problem: Problem) -> tuple:
+    """The options in the order of the schema (csrc/binding/schema.cpp)."""
+    return (
+        problem.softmax_scale,
+        problem.causal,
+        problem.window_left,
+        problem.window_right,
+        problem.upper_left,
+        problem.softcap,
+        problem.dropout_p,
+        problem.dropout_seed,
+        problem.alibi_slopes,
+        problem.mask,
+        problem.cu_seqlens_q,
+        problem.cu_seqlens_k,
+        problem.max_seqlen_q,
+        problem.max_seqlen_k,
+        problem.seqused_q,
+        problem.seqused_k,
+        problem.leftpad_q,
+        problem.leftpad_k,
+        problem.deterministic,
+    )
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    """x, copied if consecutive elements of the head dim are not neighbours in memory."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (..., heads, dim_v) in q's dtype, lse, and the statistics (2, *lse.shape) that `backward` needs."""
+    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    return torch.ops.flash_attn.attention_forward(q, k, v, bias, sink, *_options(problem))
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    problem: Problem,
+    needs: tuple[bool, bool, bool, bool, bool],
+) -> tuple[Tensor | None, ...]:
+    """dq, dk, dv, dbias, dsink: None where `needs` says so, and not computed."""
+    dout, q, k, v = _unit_stride(dout), _unit_stride(q), _unit_stride(k), _unit_stride(v)
+    dlse = None if dlse is None else dlse.contiguous()
+    gradients = torch.ops.flash_attn.attention_backward(
+        dout, dlse, q, k, v, out, statistics, bias, sink, *needs, *_options(problem)
+    )
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
+
+
+# ---- Fake kernels: shapes, dtypes and strides of the real ones --------------------------------------------------------
+
+
+def _fake_forward(q, k, v, bias, sink, *options):  # noqa: ANN001, ANN002, ANN202 (a schema's arguments)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return out, q.new_empty(lse_shape, dtype=dtype), q.new_empty((2, *lse_shape), dtype=dtype)
+
+
+def _fake_backward(dout, dlse, q, k, v, out, statistics, bias, sink, *rest):  # noqa: ANN001, ANN002, ANN202
+    inputs = (q, k, v, q if bias is None else bias, q if sink is None else sink)
+    return tuple(x.new_empty(x.shape if wanted else (0,)) for x, wanted in zip(inputs, rest[:5], strict=True))
+
+
+def _register_fakes(fakes: dict[str, Callable]) -> None:
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, allow_override=True)
+
+
+if AVAILABILITY["cpu"]:
+    _register_fakes({"attention_forward": _fake_forward, "attention_backward": _fake_backward})

@@ -1,0 +1,337 @@
+"""Every rule about arguments, written once. What passes here is a `Problem` that all backends understand alike.
+
+Tensors raise RuntimeError (shape, dtype, device), options that are no tensors ValueError, combinations that nothing serves
+NotImplementedError; each message names the argument, its value and the rule. Real, meta and fake tensors get the same
+answers. Nothing here reads the contents of a tensor, except `validate`, which says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn.problem import Problem
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (torch.int32, torch.int64)
+BACKENDS = ("auto", "cpu", "mma_sync", "wgmma", "reference")
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of softmax, statistics, LSE, slopes and sinks: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def require(condition: Any, name: str, value: object, rule: str) -> None:
+    """RuntimeError naming argument, value and rule. A symbolic condition (torch.compile, export) becomes a guard."""
+    if condition is True:
+        return
+    if condition is False:
+        raise RuntimeError(f"{name} {rule}; got {value}")
+    torch._check(bool(condition), lambda: f"{name} {rule}; got {value}")
+
+
+def require_option(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} {rule}; got {value}")
+
+
+def show(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"
+
+
+def require_tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+
+
+# ---- Options that are no tensors ------------------------------------------------------------------------------------
+
+
+def number(name: str, value: object, low: float, high: float, rule: str) -> float:
+    """A finite float in [low, high]; 0-dim tensors count as numbers."""
+    try:
+        x = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} {rule}; got {value!r}") from error
+    require_option(math.isfinite(x) and low <= x <= high, name, value, rule)
+    return x
+
+
+def length(name: str, value: object) -> int:
+    """A length >= 0; 0-dim tensors count as numbers."""
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    try:
+        x = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be an integer >= 0; got {value!r}") from error
+    require_option(x >= 0, name, value, "must be an integer >= 0")
+    return x
+
+
+def window(window_size: Sequence[int]) -> tuple[int, int]:
+    rule = "must be (left, right), each a number of keys >= 0 or -1 for unlimited"
+    try:
+        left, right = (int(side) for side in window_size)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"window_size {rule}; got {window_size!r}") from error
+    require_option(left >= -1 and right >= -1, "window_size", (left, right), rule)
+    most = 2**62  # wider than any sequence: the same as unlimited, and safe to add to
+    return min(left, most), min(right, most)
+
+
+def backend_name(backend: object) -> str:
+    require_option(backend in BACKENDS, "backend", repr(backend), f"must be one of {', '.join(BACKENDS)}")
+    return backend  # type: ignore[return-value]
+
+
+# ---- Tensors --------------------------------------------------------------------------------------------------------
+
+
+def on_device_of_q(name: str, x: Tensor, q: Tensor) -> None:
+    require(x.device == q.device, name, show(x), f"must be on q's device, {q.device}")
+
+
+def operands(q: Tensor, k: Tensor, v: Tensor, is_varlen: bool) -> None:
+    layout_q = "(total_q, heads, dim)" if is_varlen else "(batch, seqlen_q, heads, dim)"
+    layout_k = "(total_k, heads_k, dim)" if is_varlen else "(batch, seqlen_k, heads_k, dim)"
+    for name, x, layout in (("q", q, layout_q), ("k", k, layout_k), ("v", v, layout_k)):
+        require_tensor(name, x)
+        require(x.dim() == (3 if is_varlen else 4), name, show(x), f"must be {layout}")
+        require(x.dtype in FLOATS, name, show(x), "must be float16, bfloat16, float32 or float64")
+        require(x.dtype == q.dtype, name, show(x), f"must have q's dtype, {q.dtype}")
+        on_device_of_q(name, x, q)
+    require(is_varlen or k.shape[0] == q.shape[0], "k", show(k), f"must have q's batch size, {q.shape[0]}")
+    require(k.shape[-1] == q.shape[-1], "k", show(k), f"must have q's head dim, {q.shape[-1]}")
+    require(v.shape[:-1] == k.shape[:-1], "v", show(v), f"must agree with k in all but the head dim: {tuple(k.shape)}")
+    heads, heads_k = q.shape[-2], k.shape[-2]
+    divides = heads_k == heads or (heads_k > 0 and heads % heads_k == 0)
+    require(divides, "k", show(k), f"must have a number of heads that divides q's, {heads}")
+    for name, x in (("q", q), ("v", v)):
+        others_empty = x.numel() == 0 and 0 in x.shape[:-1]
+        require(x.shape[-1] > 0 or others_empty, name, show(x), "must have a head dim of at least 1")
+
+
+def indices(name: str, x: Tensor | None, size: int | None, q: Tensor) -> Tensor | None:
+    """A vector of lengths or offsets: int32 or int64, on q's device; made contiguous."""
+    if x is None:
+        return None
+    require_tensor(name, x)
+    expected = f"({'batch + 1' if size is None else size},)"
+    require(x.dim() == 1 and (size is None or x.shape[0] == size), name, show(x), f"must have shape {expected}")
+    require(x.dtype in INTEGERS, name, show(x), "must be int32 or int64")
+    on_device_of_q(name, x, q)
+    return x.contiguous()
+
+
+def broadcastable(name: str, x: Tensor, q: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """x as a 4-D view that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
+    require_tensor(name, x)
+    rule = f"must be broadcastable to (batch, heads, seqlen_q, seqlen_k) = {sizes}"
+    require(x.dim() <= 4, name, show(x), rule)
+    for given, full in zip(reversed(x.shape), reversed(sizes), strict=False):
+        require(given == 1 or given == full, name, show(x), rule)
+    on_device_of_q(name, x, q)
+    return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
+
+
+def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int, heads: int) -> Tensor | None:
+    if alibi_slopes is None:
+        return None
+    require_tensor("alibi_slopes", alibi_slopes)
+    dtype = compute_dtype(q.dtype)
+    require(alibi_slopes.dtype in (torch.float32, dtype), "alibi_slopes", show(alibi_slopes), "must be float32")
+    shape = tuple(alibi_slopes.shape)
+    fits = shape == (heads,) or shape == (batch, heads)
+    require(fits, "alibi_slopes", show(alibi_slopes), f"must have shape ({heads},) or ({batch}, {heads})")
+    on_device_of_q("alibi_slopes", alibi_slopes, q)
+    if alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            "alibi_slopes with requires_grad=True: slopes are constants here; give the slopes as a `bias`, which has a "
+            "gradient, or detach them"
+        )
+    return alibi_slopes.detach().to(dtype).reshape(-1, heads) if heads else alibi_slopes.detach().to(dtype).view(1, 0)
+
+
+def seed(dropout_seed: Tensor | None, dropout_p: float, q: Tensor) -> Tensor | None:
+    """The seed of this call, drawn from torch's generator on q's device where none is given; None where nothing is dropped."""
+    if dropout_seed is not None:
+        require_tensor("dropout_seed", dropout_seed)
+        rule = "must be int64 of shape (2,)"
+        fits = dropout_seed.dtype == torch.int64 and tuple(dropout_seed.shape) == (2,)
+        require(fits, "dropout_seed", show(dropout_seed), rule)
+        on_device_of_q("dropout_seed", dropout_seed, q)
+    if int(dropout_p * 65536 + 0.5) == 0:
+        return None
+    if dropout_seed is not None:
+        return dropout_seed.contiguous()
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+
+
+# ---- The whole call -------------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    dropout_seed: Tensor | None = None,
+    upper_left: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Problem]:
+    """Checks one call. Returns bias (4-D) and sink (compute dtype), still attached to autograd, and the Problem."""
+    is_varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
+    operands(q, k, v, is_varlen)
+    if is_varlen:
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            require_tensor(name, x)
+        cu_seqlens_q = indices("cu_seqlens_q", cu_seqlens_q, None, q)
+        require(cu_seqlens_q.shape[0] >= 1, "cu_seqlens_q", show(cu_seqlens_q), "must have shape (batch + 1,)")
+        batch = cu_seqlens_q.shape[0] - 1
+        cu_seqlens_k = indices("cu_seqlens_k", cu_seqlens_k, batch + 1, q)
+        seqlen_q, seqlen_k = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
+    else:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    heads = q.shape[-2]
+    sizes = (batch, heads, seqlen_q, seqlen_k)
+
+    if softmax_scale is None:
+        scale = float(max(q.shape[-1], 1)) ** -0.5
+    else:
+        scale = number("softmax_scale", softmax_scale, -math.inf, math.inf, "must be a finite number")
+    left, right = window(window_size)
+    dropout_p = number("dropout_p", dropout_p, 0.0, 1.0, "must be a probability in [0, 1]")
+    softcap = number("softcap", softcap, 0.0, math.inf, "must be a finite number >= 0 (0 = off)")
+
+    if bias is not None:
+        bias = broadcastable("bias", bias, q, sizes)
+        require(bias.dtype in (q.dtype, torch.float32), "bias", show(bias), f"must have q's dtype, {q.dtype}, or float32")
+    if mask is not None:
+        mask = broadcastable("mask", mask, q, sizes)
+        require(mask.dtype == torch.bool, "mask", show(mask), "must be bool (True = may attend)")
+    sink = learnable_sink
+    if sink is not None:
+        require_tensor("learnable_sink", sink)
+        require(tuple(sink.shape) == (heads,), "learnable_sink", show(sink), f"must have shape ({heads},), one per head")
+        require(sink.dtype in FLOATS, "learnable_sink", show(sink), "must be a floating-point tensor")
+        on_device_of_q("learnable_sink", sink, q)
+        sink = sink.to(compute_dtype(q.dtype)).contiguous()
+
+    problem = Problem(
+        softmax_scale=scale,
+        causal=bool(causal),
+        window_left=left,
+        window_right=right,
+        upper_left=upper_left,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        dropout_seed=seed(dropout_seed, dropout_p, q),
+        alibi_slopes=slopes(alibi_slopes, q, batch, heads),
+        mask=mask,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=seqlen_q,
+        max_seqlen_k=seqlen_k,
+        seqused_q=indices("seqused_q", seqused_q, batch, q),
+        seqused_k=indices("seqused_k", seqused_k, batch, q),
+        leftpad_q=indices("leftpad_q", leftpad_q, batch, q),
+        leftpad_k=indices("leftpad_k", leftpad_k, batch, q),
+        deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+    )
+    return bias, sink, problem
+
+
+def packed(name: str, x: Tensor, parts: int, is_varlen: bool) -> tuple[Tensor, ...]:
+    """The `parts` tensors of qkv or kv, as views."""
+    require_tensor(name, x)
+    axis = 1 if is_varlen else 2
+    layout = f"(total, {parts}, heads, dim)" if is_varlen else f"(batch, seqlen, {parts}, heads, dim)"
+    require(x.dim() == axis + 3, name, show(x), f"must be {layout}")
+    require(x.shape[axis] == parts, name, show(x), f"must be {layout}")
+    return x.unbind(axis)
+
+
+# ---- Contents -------------------------------------------------------------------------------------------------------
+
+
+def validate(
+    q: Tensor,
+    k: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> None:
+    """Checks what cu_seqlens, lengths and left pads *contain*. Waits for the device: the kernels never do, so call this to debug.
+
+    On the CPU every attention call does it anyway. Arguments are those of the attention functions.
+
+    Raises:
+        RuntimeError: cu_seqlens decrease or leave the tensor, a segment is longer than max_seqlen, or
+            0 <= leftpad <= seqused <= rows of the segment does not hold; the message names the sequence.
+    """
+    sides = (
+        ("q", q, cu_seqlens_q, max_seqlen_q, seqused_q, leftpad_q),
+        ("k", k, cu_seqlens_k, max_seqlen_k, seqused_k, leftpad_k),
+    )
+    for side, x, cu_seqlens, max_seqlen, seqused, leftpad in sides:
+        if cu_seqlens is not None:
+            cu = cu_seqlens.tolist()
+            inside = cu[0] >= 0 and cu[-1] <= x.shape[0]
+            require(inside, f"cu_seqlens_{side}", cu, f"must lie in [0, {x.shape[0]}], the rows of {side}")
+            rows = [after - before for before, after in zip(cu, cu[1:], strict=False)]
+            require(min(rows, default=0) >= 0, f"cu_seqlens_{side}", cu, "must not decrease")
+            if max_seqlen is not None:
+                rule = f"must be at least the longest sequence, {max(rows, default=0)} rows"
+                require(max(rows, default=0) <= int(max_seqlen), f"max_seqlen_{side}", max_seqlen, rule)
+        else:
+            rows = [x.shape[1]] * x.shape[0]
+        used = rows if seqused is None else seqused.tolist()
+        pads = [0] * len(rows) if leftpad is None else leftpad.tolist()
+        for b, (capacity, end, pad) in enumerate(zip(rows, used, pads, strict=True)):
+            require(0 <= end <= capacity, f"seqused_{side}[{b}]", end, f"must be in [0, {capacity}], the rows it has")
+            require(0 <= pad <= end, f"leftpad_{side}[{b}]", pad, f"must be in [0, {end}], the rows that are used")
+
+
+def validate_problem(q: Tensor, k: Tensor, problem: Problem) -> None:
+    """`validate` for a call that has been checked."""
+    validate(
+        q,
+        k,
+        cu_seqlens_q=problem.cu_seqlens_q,
+        cu_seqlens_k=problem.cu_seqlens_k,
+        max_seqlen_q=problem.max_seqlen_q,
+        max_seqlen_k=problem.max_seqlen_k,
+        seqused_q=problem.seqused_q,
+        seqused_k=problem.seqused_k,
+        leftpad_q=problem.leftpad_q,
+        leftpad_k=problem.leftpad_k,
+    )

@@ -1,0 +1,115 @@
+"""One attention call from end to end: check it, choose a backend, run it under autograd. Every public function ends here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flash_attn import _ops, autograd, checks
+
+
+def refuse(name: str, value: object | None, why: str) -> None:
+    if value is not None:
+        raise NotImplementedError(f"{name}: {why}")
+
+
+def choose_backend(backend: str, q: Tensor) -> str:
+    """The backend that serves a call on q's device, or an error that says what would."""
+    checks.backend_name(backend)
+    if backend == "reference":
+        return backend
+    device = q.device.type
+    if backend in ("mma_sync", "wgmma"):
+        raise NotImplementedError(f'backend="{backend}": {_ops.is_available(backend).reason}; backend="reference" runs anywhere')
+    if device not in ("cpu", "meta"):
+        raise NotImplementedError(
+            f'backend="{backend}" has no kernel for {device} tensors yet; backend="reference" computes the same in plain '
+            "PyTorch on any device"
+        )
+    if not (available := _ops.is_available("cpu")):
+        raise NotImplementedError(f'backend="cpu" cannot be used: {available.reason}; backend="reference" runs without it')
+    return "cpu"
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast, all of q, k and v in autocast's dtype, as torch's own matrix products do; fp64 stays."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: Sequence[int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    deterministic: bool,
+    return_attn_probs: bool,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    block_mask: object | None,
+    learnable_sink: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    leftpad_q: Tensor | None,
+    leftpad_k: Tensor | None,
+    dropout_seed: Tensor | None,
+    return_lse: bool,
+    backend: str,
+    upper_left: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    refuse("block_mask", block_mask, "block-sparse attention is not built yet; `mask` takes an element mask")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.require_tensor(name, x)
+    q, k, v = _autocast(q, k, v)
+    bias, sink, problem = checks.attention(
+        q,
+        k,
+        v,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        bias=bias,
+        mask=mask,
+        learnable_sink=learnable_sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_q=leftpad_q,
+        leftpad_k=leftpad_k,
+        dropout_seed=dropout_seed,
+        upper_left=upper_left,
+    )
+    if return_attn_probs and problem.dropout_seed is not None:
+        raise NotImplementedError(
+            "return_attn_probs=True with dropout_p > 0: S_dmask is not built yet; `dropout_mask` gives the mask and "
+            "`attention_probs` the weights"
+        )
+    backend = choose_backend(backend, q)
+    if backend == "reference" and q.device.type != "meta":
+        checks.validate_problem(q, k, problem)  # that backend reads the lengths on the host anyway
+    out, lse = autograd.attention(q, k, v, bias, sink, problem, backend)
+    if return_attn_probs:
+        return out, lse, out.new_empty(0)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,65 @@
+"""What one attention call computes, apart from the tensors that carry gradients.
+
+A `Problem` is made by `flash_attn.checks` and read by every backend: after it exists nothing is checked,
+defaulted or re-interpreted again, so all backends answer the same question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+TENSORS = (
+    "dropout_seed",
+    "alibi_slopes",
+    "mask",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "leftpad_q",
+    "leftpad_k",
+)
+
+
+class Problem(NamedTuple):
+    """The checked, normalised options of one call.
+
+    Layouts: q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k, dim_v);
+    with `cu_seqlens_q` (varlen) q (total_q, heads, dim), k (total_k, heads_k, dim), v (total_k, heads_k, dim_v).
+    """
+
+    softmax_scale: float
+    causal: bool = False
+    window_left: int = -1  # keys to the left of the diagonal that stay visible; -1 = all
+    window_right: int = -1  # the same to the right; causal makes it 0
+    upper_left: bool = False  # diagonal through (0, 0) instead of through (seqlen_q - 1, seqlen_k - 1)
+    softcap: float = 0.0  # 0 = off
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None  # int64 (2,), on q's device; None iff nothing is dropped
+    alibi_slopes: Tensor | None = None  # (batch | 1, heads), fp32 (fp64 for fp64 q), q's device
+    mask: Tensor | None = None  # bool (batch | 1, heads | 1, rows | 1, columns | 1): True = may attend
+    cu_seqlens_q: Tensor | None = None  # int32 or int64 (batch + 1,): both or none
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0  # varlen: rows of bias and mask; dense: seqlen_q
+    max_seqlen_k: int = 0
+    seqused_q: Tensor | None = None  # int32 or int64 (batch,): real rows are [leftpad, seqused)
+    seqused_k: Tensor | None = None
+    leftpad_q: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    deterministic: bool = False
+
+    @property
+    def is_varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def without_tensors(self) -> Problem:
+        return self._replace(**dict.fromkeys(TENSORS))
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> Problem:
+        return self._replace(**dict(zip(TENSORS, tensors, strict=True)))

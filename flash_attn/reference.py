@@ -1,0 +1,499 @@
+"""Attention in plain PyTorch, to be read rather than to be fast: Algorithm 0 and the tiled Algorithms 1 and 4 of
+
+    Dao, Fu, Ermon, Rudra, Re, "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness", 2022.
+
+`standard_forward` materialises N x N; `forward` and `backward` keep O(N) extra memory and are `backend="reference"`.
+Both run on any device with every option, and share one definition of the logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn.dropout import keep_mask, keep_scale
+from flash_attn.problem import Problem
+
+BLOCK_ROWS = 256  # B_r of the paper
+BLOCK_COLUMNS = 256  # B_c
+TILE_ELEMENTS = 1 << 22  # dense sequences are computed together while their tiles have no more elements than this
+INFINITY = float("inf")
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2.0)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- The logits: one definition for every path ----
+class Region(NamedTuple):
+    """A rectangle of the (query, key) plane: which entries of the option tensors it meets, and the positions in it."""
+
+    batch: slice  # sequence numbers: axis 0 of bias, mask and ALiBi slopes
+    rows: slice | Tensor  # axis 2 of bias and mask
+    columns: slice  # axis 3
+    q_position: Tensor  # int64 (..., rows, 1), counted from the left pad
+    k_position: Tensor  # int64 (..., 1, columns)
+    seqlen_q: int | Tensor  # real rows; tensors broadcast like the positions
+    seqlen_k: int | Tensor
+
+
+def select(x: Tensor, region: Region) -> Tensor:
+    """The part of a bias or mask (batch | 1, heads | 1, rows | 1, columns | 1) that belongs to the region."""
+    if x.shape[0] != 1:
+        x = x[region.batch]
+    if x.shape[2] != 1:
+        x = x[:, :, region.rows]
+    return x if x.shape[3] == 1 else x[..., region.columns]
+
+
+def diagonal(problem: Problem, seqlen_q: int | Tensor, seqlen_k: int | Tensor) -> int | Tensor:
+    """The key position on the diagonal of query position 0."""
+    return 0 if problem.upper_left else seqlen_k - seqlen_q
+
+
+def distance(problem: Problem, region: Region) -> Tensor:
+    """How far a key lies to the left of its query's diagonal; negative: to the right."""
+    return region.q_position + diagonal(problem, region.seqlen_q, region.seqlen_k) - region.k_position
+
+
+def visibility(problem: Problem, region: Region) -> Tensor:
+    """Which keys each query may attend to: bool, broadcastable to (batch, heads, rows, columns)."""
+    q, k = region.q_position, region.k_position
+    visible = ((q >= 0) & (q < region.seqlen_q)) & ((k >= 0) & (k < region.seqlen_k))
+    if problem.window_left >= 0:
+        visible = visible & (distance(problem, region) <= problem.window_left)
+    if problem.causal or problem.window_right >= 0:
+        visible = visible & (distance(problem, region) >= (0 if problem.causal else -problem.window_right))
+    if problem.mask is not None:
+        visible = visible & select(problem.mask, region)
+    return visible
+
+
+def logits(products: Tensor, bias: Tensor | None, problem: Problem, region: Region) -> Tensor:
+    """Q K^T of a region -> the final logits S, -inf where a key is hidden: what softmax sees."""
+    scores = products * problem.softmax_scale
+    if problem.softcap > 0:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    if problem.alibi_slopes is not None:
+        slopes = problem.alibi_slopes if problem.alibi_slopes.shape[0] == 1 else problem.alibi_slopes[region.batch]
+        scores = scores - slopes.to(scores.dtype)[:, :, None, None] * distance(problem, region).abs()
+    if bias is not None:
+        scores = scores + select(bias, region).to(scores.dtype)
+    return torch.where(visibility(problem, region), scores, -INFINITY)
+
+
+def logits_derivative(products: Tensor, problem: Problem) -> Tensor | float:
+    """d logits / d products where the key is visible."""
+    if problem.softcap <= 0:
+        return problem.softmax_scale
+    return problem.softmax_scale * (1.0 - torch.tanh(products * (problem.softmax_scale / problem.softcap)).square())
+
+
+def finite_reference(m: Tensor) -> Tensor:
+    """A row maximum that may be subtracted: 0 for a row that has seen nothing, where -inf - -inf would be NaN."""
+    return torch.where(m == -INFINITY, 0.0, m)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """K or V (batch, heads_k, rows, dim) -> (batch, heads, ...): query head h reads KV head h // (heads / heads_k)."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def sum_head_groups(x: Tensor, heads_k: int) -> Tensor:
+    """The transpose of `repeat_heads`."""
+    return x if x.shape[1] == heads_k else x.unflatten(1, (heads_k, -1)).sum(2)
+
+
+def fill(x: Tensor, real: Tensor | None) -> Tensor:
+    """Zeros in the rows that are not real: they may hold NaN, and 0 * NaN is NaN."""
+    return x if real is None else torch.where(real, x, 0.0)
+
+
+def drop(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
+    """Dropout with torch's scaling, and its own derivative. Selects: 0 * inf at p = 1 would be NaN."""
+    return x if keep is None else torch.where(keep, x * keep_scale(dropout_p), 0.0)
+
+
+# ---- Algorithm 0 ----
+def standard_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem, *, upcast: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Standard attention (the paper's Algorithm 0): materialises the N x N matrices; plain autograd, to any order.
+
+    Args: tensors and problem as for `forward`, dense only. upcast: False multiplies matrices in q's dtype and takes the
+        softmax in fp32, as plain PyTorch code does; True does everything in fp32. fp64 stays fp64 either way.
+
+    Returns: out, lse as `forward`. Rows that see nothing: out 0, lse -inf (the sink if there is one), zero gradients.
+    """
+    heads, dtype, accurate = q.shape[2], q.dtype, compute_dtype(q)
+    region, real_q, real_k = whole_region(q.shape[1], k.shape[1], problem, q.device)
+    q, k, v = (x.transpose(1, 2).to(accurate if upcast else dtype) for x in (q, k, v))
+    q, k, v = fill(q, real_q), repeat_heads(fill(k, real_k), heads), repeat_heads(fill(v, real_k), heads)
+    s = logits((q @ k.transpose(2, 3)).to(accurate), bias, problem, region)
+    # Softmax. m is a constant to autograd (the result does not depend on it); no -inf - -inf, 0 / 0, log 0.
+    m = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -INFINITY)
+    if sink is not None:
+        sink = sink.to(accurate).view(1, heads, 1, 1)
+        m = torch.maximum(m, sink.detach())
+    m = finite_reference(m)
+    weights = torch.exp(s - m)
+    total = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp(sink - m)
+    counts = total != 0 if real_q is None else (total != 0) & real_q
+    total = torch.where(counts, total, 1.0)
+    lse = torch.where(counts, m + torch.log(total), -INFINITY).squeeze(-1)
+    p = drop(weights / total, whole_keep(problem, region, s.shape), problem.dropout_p)
+    out = torch.where(counts, p.to(v.dtype) @ v, 0.0)
+    return out.transpose(1, 2).to(dtype).contiguous(), lse
+
+
+def whole_region(
+    rows: int, columns: int, problem: Problem, device: torch.device
+) -> tuple[Region, Tensor | None, Tensor | None]:
+    """The region of whole dense tensors; which rows of q (batch, 1, rows, 1) and of k are real: None for all."""
+
+    def axis(length: int, stop: Tensor | None, pad: Tensor | None) -> tuple[Tensor, int | Tensor, Tensor | None]:
+        first: int | Tensor = 0 if pad is None else pad.long().view(-1, 1, 1, 1)
+        seqlen = (length if stop is None else stop.long().view(-1, 1, 1, 1)) - first
+        position = torch.arange(length, device=device).view(1, 1, length, 1) - first
+        return position, seqlen, None if stop is None and pad is None else (position >= 0) & (position < seqlen)
+
+    q, seqlen_q, real_q = axis(rows, problem.seqused_q, problem.leftpad_q)
+    k, seqlen_k, real_k = axis(columns, problem.seqused_k, problem.leftpad_k)
+    everything = slice(None)
+    return Region(everything, everything, everything, q, k.transpose(2, 3), seqlen_q, seqlen_k), real_q, real_k
+
+
+def whole_keep(problem: Problem, region: Region, shape: Sequence[int]) -> Tensor | None:
+    keep = keep_mask(problem.dropout_seed, problem.dropout_p, *(slice(0, size) for size in shape))
+    if keep is None or (problem.leftpad_q is None and problem.leftpad_k is None):
+        return keep
+    sequence, head = (torch.arange(size, device=keep.device) for size in shape[:2])  # from positions to rows
+    q, k = region.q_position.clamp(min=0), region.k_position.clamp(min=0)
+    return keep[sequence.view(-1, 1, 1, 1), head.view(-1, 1, 1), q, k]
+
+
+# ---- Where sequences live, and their tiles ----
+class Span(NamedTuple):
+    """One sequence, or several dense ones of equal lengths, within tensors laid out (batch, heads, rows, dim)."""
+
+    storage: slice  # batch entries of q, k, v, out (varlen: the one that all sequences share)
+    batch: slice  # sequence numbers
+    rows: slice  # the real rows of q and out
+    columns: slice  # the real rows of k and v
+    seqlen_q: int
+    seqlen_k: int
+    first_row: int = 0  # where bias and mask hold the first real row: the left pad
+    first_column: int = 0
+
+
+def spans(q: Tensor, k: Tensor, problem: Problem) -> Iterator[Span]:
+    """All sequences of a call. q, k: (batch, heads, rows, dim). Lengths are read on the host."""
+    (batch, heads, rows, _), columns = q.shape, k.shape[2]
+    uneven = (problem.cu_seqlens_q, problem.seqused_q, problem.seqused_k, problem.leftpad_q, problem.leftpad_k)
+    if all(x is None for x in uneven):
+        tile = heads * min(rows, BLOCK_ROWS) * min(columns, BLOCK_COLUMNS)
+        step = max(1, TILE_ELEMENTS // max(1, tile))
+        for first in range(0, batch, step):
+            some = slice(first, min(first + step, batch))
+            yield Span(some, some, slice(0, rows), slice(0, columns), rows, columns)
+        return
+
+    def bounds(cu_seqlens: Tensor | None, seqused: Tensor | None, leftpad: Tensor | None, length: int):
+        """For each sequence its real rows, their number and its left pad."""
+        edges = None if cu_seqlens is None else cu_seqlens.tolist()
+        starts = [0] * batch if edges is None else edges[:-1]
+        sizes = [length] * batch if edges is None else [stop - start for start, stop in pairwise(edges)]
+        stops = sizes if seqused is None else seqused.tolist()
+        pads = [0] * len(starts) if leftpad is None else leftpad.tolist()
+        for start, pad, stop in zip(starts, pads, stops, strict=True):
+            yield slice(start + pad, start + max(pad, stop)), max(pad, stop) - pad, pad
+
+    q_bounds = bounds(problem.cu_seqlens_q, problem.seqused_q, problem.leftpad_q, rows)
+    k_bounds = bounds(problem.cu_seqlens_k, problem.seqused_k, problem.leftpad_k, columns)
+    for b, ((q_rows, seqlen_q, q_pad), (k_rows, seqlen_k, k_pad)) in enumerate(zip(q_bounds, k_bounds, strict=True)):
+        storage = slice(0, 1) if problem.is_varlen else slice(b, b + 1)
+        yield Span(storage, slice(b, b + 1), q_rows, k_rows, seqlen_q, seqlen_k, q_pad, k_pad)
+
+
+def blocks(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def tile_region(span: Span, i: slice, j: slice, device: torch.device) -> Region:
+    """The region of query positions i and key positions j."""
+    rows = slice(span.first_row + i.start, span.first_row + i.stop)
+    columns = slice(span.first_column + j.start, span.first_column + j.stop)
+    q, k = (torch.arange(x.start, x.stop, device=device) for x in (i, j))
+    return Region(span.batch, rows, columns, q[:, None], k, span.seqlen_q, span.seqlen_k)
+
+
+def query_blocks(problem: Problem, span: Span, j: slice) -> Iterator[slice]:
+    """The query blocks that meet key block j: those for which causal and window do not hide the whole tile."""
+    offset = diagonal(problem, span.seqlen_q, span.seqlen_k)
+    left, right = problem.window_left, 0 if problem.causal else problem.window_right
+    for i in blocks(span.seqlen_q, BLOCK_ROWS):
+        beyond_right = right >= 0 and j.start > i.stop - 1 + offset + right
+        beyond_left = left >= 0 and j.stop - 1 < i.start + offset - left
+        if not (beyond_left or beyond_right):
+            yield i
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """A view (batch, heads, rows, dim) of (batch, rows, heads, dim) or of varlen (total, heads, dim)."""
+    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
+
+
+# ---- Algorithm 1 ----
+@torch.no_grad()
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashAttention forward (the paper's Algorithm 1): online softmax over tiles, O(N) memory, no autograd.
+
+    Args: q, k, v dense or varlen as in `Problem`; sink None or (heads,);
+        bias None or 4-D (batch | 1, heads | 1, max_seqlen_q | 1, max_seqlen_k | 1).
+
+    Returns: out (..., heads, dim_v) contiguous, in q's dtype; lse (batch, heads, seqlen_q), varlen (heads, total_q), in
+        fp32 (fp64 for fp64); statistics (2, *lse.shape) for `backward`: R, a logit, and log2 of sum_j exp(S_j - R).
+
+    Unlike line 12 of the paper, O_i is divided by l_i once, after the last key block. Line numbers are the paper's.
+    """
+    heads, device, dtype = q.shape[-2], q.device, compute_dtype(q)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])  # rows of no sequence keep 0 and lse = -inf
+    out_4d, q_4d, k_4d, v_4d = (heads_first(x) for x in (out, q, k, v))
+    statistics = torch.zeros(2, *out_4d.shape[:-1], dtype=dtype, device=device)
+    statistics[1] = -INFINITY
+
+    for span in spans(q_4d, k_4d, problem):
+        q_rows = q_4d[span.storage, :, span.rows]
+        k_rows, v_rows = k_4d[span.storage, :, span.columns], v_4d[span.storage, :, span.columns]
+        o = torch.zeros(*q_rows.shape[:-1], v.shape[-1], dtype=dtype, device=device)  # line 2
+        l = torch.zeros(*q_rows.shape[:-1], 1, dtype=dtype, device=device)  # noqa: E741
+        m = torch.full_like(l, -INFINITY)
+        if sink is not None:  # acts like a key without a value that every row has seen before
+            m.copy_(sink.view(-1, 1, 1))
+            l += torch.exp(m - finite_reference(m))
+        for j in blocks(span.seqlen_k, BLOCK_COLUMNS):  # line 5
+            k_j, v_j = (repeat_heads(x[:, :, j].to(dtype), heads) for x in (k_rows, v_rows))  # line 6
+            for i in query_blocks(problem, span, j):  # line 7
+                q_i, o_i, l_i, m_i = q_rows[:, :, i].to(dtype), o[:, :, i], l[:, :, i], m[:, :, i]  # line 8
+                region = tile_region(span, i, j, device)
+                s_ij = logits(q_i @ k_j.transpose(2, 3), bias, problem, region)  # line 9
+                m_new = torch.maximum(m_i, s_ij.amax(-1, keepdim=True))  # lines 10, 11
+                reference = finite_reference(m_new)
+                p_ij = torch.exp(s_ij - reference)
+                rescale = torch.exp(m_i - reference)
+                keep = keep_mask(problem.dropout_seed, problem.dropout_p, span.batch, slice(0, heads), i, j)
+                o_i.mul_(rescale).add_(drop(p_ij, keep, problem.dropout_p) @ v_j)  # line 12
+                l_i.mul_(rescale).add_(p_ij.sum(-1, keepdim=True))  # line 13
+                m_i.copy_(m_new)
+
+        out_4d[span.storage, :, span.rows] = torch.where(l != 0, o / l, 0.0).to(out.dtype)
+        statistics[0, span.storage, :, span.rows] = finite_reference(m).squeeze(-1)
+        statistics[1, span.storage, :, span.rows] = torch.log2(l).squeeze(-1)
+
+    statistics = statistics.squeeze(1) if problem.is_varlen else statistics
+    return out, statistics[0] + LN_2 * statistics[1], statistics
+
+
+# ---- Algorithm 4 ----
+@torch.no_grad()
+def backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, statistics: Tensor,
+    bias: Tensor | None, sink: Tensor | None, problem: Problem, needs: tuple[bool, bool, bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """FlashAttention backward (the paper's Algorithm 4): recomputes S and P tile by tile; O(N) memory, deterministic.
+
+    Args: dout like out; dlse None or like lse; out and statistics from `forward`; the rest as given to it;
+        needs: which of dq, dk, dv, dbias, dsink to compute.
+
+    Returns: (dq, dk, dv, dbias, dsink), each in the dtype and shape of its tensor, or None where it is not needed.
+
+        P = exp(S - LSE)   dV = drop(P)^T dO   dP = drop(dO V^T)   dS = P * (dP - delta + dLSE), delta = rowsum(dO * O)
+        dQ = scale dS K    dK = scale dS^T Q   dbias = dS summed over broadcast axes
+        dsink = sum over rows of exp(sink - LSE) * (dLSE - delta)
+
+    A row that sees nothing contributes nothing, whatever its dout and dlse.
+    """
+    heads, heads_k, device, dtype = q.shape[-2], k.shape[-2], q.device, compute_dtype(q)
+    need_dq, need_dk, need_dv, need_dbias, need_dsink = needs
+    need_ds = need_dq or need_dk or need_dbias
+    dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needs, strict=False))
+    dbias = torch.zeros(bias.shape, dtype=dtype, device=device) if need_dbias else None
+    dsink = torch.zeros(heads, dtype=dtype, device=device) if need_dsink else None
+    q_4d, k_4d, v_4d, out_4d, dout_4d = (heads_first(x) for x in (q, k, v, out, dout))
+    if problem.is_varlen:
+        statistics, dlse = statistics.unsqueeze(1), None if dlse is None else dlse.unsqueeze(0)
+
+    for span in spans(q_4d, k_4d, problem):
+        q_rows, o, do = (x[span.storage, :, span.rows] for x in (q_4d, out_4d, dout_4d))
+        k_rows, v_rows = k_4d[span.storage, :, span.columns], v_4d[span.storage, :, span.columns]
+        reference, log2_l = statistics[:, span.storage, :, span.rows].unsqueeze(-1)
+        empty = (reference == -INFINITY) | (log2_l == -INFINITY)
+        reference, log2_l = (torch.where(empty, 0.0, x) for x in (reference, log2_l))  # then exp2(-inf - 0) = 0 below
+        do = torch.where(empty, 0.0, do.to(dtype))
+        delta = (do * o.to(dtype)).sum(-1, keepdim=True)  # line 19 for all rows at once
+        if dlse is not None:
+            delta -= torch.where(empty, 0.0, dlse[span.storage, :, span.rows].unsqueeze(-1))
+        if need_dsink:
+            p_sink = torch.exp2((sink.to(dtype).view(-1, 1, 1) - reference) * LOG2_E - log2_l)
+            dsink -= torch.where(empty, 0.0, p_sink * delta).sum((0, 2, 3))
+        dq_rows = torch.zeros(q_rows.shape, dtype=dtype, device=device) if need_dq else None  # line 5
+
+        for j in blocks(span.seqlen_k, BLOCK_COLUMNS) if need_ds or need_dv else ():  # line 6
+            k_j, v_j = (repeat_heads(x[:, :, j].to(dtype), heads) for x in (k_rows, v_rows))  # line 7
+            dk_j, dv_j = torch.zeros_like(k_j), torch.zeros_like(v_j)  # line 8
+            for i in query_blocks(problem, span, j):  # line 9
+                q_i, do_i = q_rows[:, :, i].to(dtype), do[:, :, i]  # line 10
+                region = tile_region(span, i, j, device)
+                products = q_i @ k_j.transpose(2, 3)
+                s_ij = logits(products, bias, problem, region)  # lines 11, 12
+                p_ij = torch.exp2((s_ij - reference[:, :, i]) * LOG2_E - log2_l[:, :, i])  # line 13
+                keep = keep_mask(problem.dropout_seed, problem.dropout_p, span.batch, slice(0, heads), i, j)  # line 14
+                if need_dv:
+                    dv_j += drop(p_ij, keep, problem.dropout_p).transpose(2, 3) @ do_i  # lines 15, 16
+                if not need_ds:
+                    continue
+                dp_ij = drop(do_i @ v_j.transpose(2, 3), keep, problem.dropout_p)  # lines 17, 18
+                ds_ij = p_ij * (dp_ij - delta[:, :, i])  # line 20
+                if need_dbias:
+                    dbias_ij = select(dbias, region)
+                    dbias_ij += ds_ij.sum_to_size(dbias_ij.shape)
+                ds_ij = ds_ij * logits_derivative(products, problem)  # from here on d products
+                if need_dq:
+                    dq_rows[:, :, i] += ds_ij @ k_j  # line 21
+                if need_dk:
+                    dk_j += ds_ij.transpose(2, 3) @ q_i  # line 22
+            for grad, grad_j in ((dk, dk_j), (dv, dv_j)):  # line 24
+                if grad is not None:
+                    heads_first(grad)[span.storage, :, span.columns][:, :, j] = sum_head_groups(grad_j, heads_k)
+        if need_dq:
+            heads_first(dq)[span.storage, :, span.rows] = dq_rows
+
+    return dq, dk, dv, None if dbias is None else dbias.to(bias.dtype), None if dsink is None else dsink.to(sink.dtype)
+
+
+# ---- From results back: merging, probabilities ----
+def require(fits: bool, name: str, x: Tensor, rule: str) -> None:
+    if not fits:
+        raise RuntimeError(f"{name} must be {rule}; got {x.dtype} {tuple(x.shape)} on {x.device}")
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of disjoint key sets, from the results over each of them.
+
+    Args:
+        outs: one (batch, seqlen, heads, dim) tensor per key set, or varlen (total, heads, dim).
+        lses: their log-sum-exps (natural log), (batch, heads, seqlen) or varlen (heads, total), fp32 or fp64.
+
+    Returns (out, lse), in shape and dtype like one part:
+
+        lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
+
+    A part with lse_i = -inf (the row saw nothing there) does not count; where all are -inf, out = 0 and lse = -inf.
+    Differentiable to any order in outs and lses. A learnable sink belongs to one part only.
+
+    Raises: RuntimeError for no parts, unequal numbers of outs and lses, or shapes, dtypes or devices that disagree.
+    Source: lines 11 to 13 of Algorithm 1, with m = lse and l = 1.
+    Equivalent to: attention over the concatenated keys and values, `torch.cat(keys, 1)`.
+    """
+    if len(outs) == 0 or len(outs) != len(lses):
+        raise RuntimeError(f"outs and lses must be equally many, at least one each; got {len(outs)} and {len(lses)}")
+    first, first_lse = outs[0], lses[0]
+    require(first.dim() in (3, 4) and first.is_floating_point(), "outs[0]", first, "float, 3-D (varlen) or 4-D")
+    require(first_lse.dtype in (torch.float32, torch.float64), "lses[0]", first_lse, "fp32 or fp64")
+    lse_shape = first.transpose(-3, -2).shape[:-1]
+    expected = {"outs": (outs, first.shape, first.dtype), "lses": (lses, lse_shape, first_lse.dtype)}
+    for name, (parts, shape, dtype) in expected.items():
+        for i, x in enumerate(parts):
+            alike = (x.shape, x.dtype, x.device) == (shape, dtype, first.device)
+            require(alike, f"{name}[{i}]", x, f"{dtype} {tuple(shape)} on {first.device}, to fit outs[0] and lses[0]")
+    dtype = torch.promote_types(compute_dtype(first), first_lse.dtype)
+    logs = torch.stack(list(lses)).to(dtype)  # (part, ..., heads, rows)
+    m = finite_reference(logs.detach().amax(0))
+    weights = torch.exp(logs - m)
+    total = weights.sum(0)
+    counts = total != 0
+    total = torch.where(counts, total, 1.0)
+    merged = torch.zeros((), dtype=dtype, device=first.device)
+    for out, log, weight in zip(outs, logs, weights / total, strict=True):
+        present, weight = (x.transpose(-1, -2).unsqueeze(-1) for x in (log != -INFINITY, weight))
+        merged = merged + weight * fill(out.to(dtype), present)
+    return merged.to(first.dtype), torch.where(counts, m + torch.log(total), -INFINITY).to(first_lse.dtype)
+
+
+def attention_probs(
+    q_rows: Tensor, k: Tensor, lse: Tensor, *, rows: Tensor | Sequence[int] | None = None, seqlen_q: int | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, alibi_slopes: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    leftpad_q: Tensor | None = None, leftpad_k: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The attention probabilities of a few query rows, from the lse that attention returned (`return_lse=True`).
+
+    Args:
+        q_rows: (batch, n_rows, heads, dim), rows of q, e.g. `q[:, rows]`.
+        k: (batch, seqlen_k, heads_k, dim) in q_rows' dtype; query head h uses KV head h // (heads / heads_k).
+        lse: (batch, heads, n_rows) of these rows, e.g. `lse[:, :, rows]`; fp32 or fp64.
+        rows: (n_rows,) integers, where q_rows stood in q; None: q_rows is all of q. seqlen_q: q's length then.
+        The rest as given to the attention call, bias and mask whole. lse holds a sink; dropout is not applied.
+
+    Returns P (batch, heads, n_rows, seqlen_k), fp32 (fp64 for fp64): 0 for hidden keys and in rows that see nothing.
+        Rows sum to 1 (less with a sink) up to the rounding of lse. Differentiable in q_rows, k, lse and bias.
+
+    Raises: RuntimeError for tensors whose shape, dtype or device do not fit; ValueError for other options.
+    Equivalent to: `torch.softmax(S, -1)[:, :, rows]`, S the masked logits, without computing the other rows.
+    """
+    device, integers = q_rows.device, (torch.int32, torch.int64)
+    require(q_rows.dim() == 4 and q_rows.is_floating_point(), "q_rows", q_rows, "float (batch, n_rows, heads, dim)")
+    batch, n_rows, heads, dim = q_rows.shape
+    fits = k.dim() == 4 and (k.shape[0], k.shape[3], k.dtype, k.device) == (batch, dim, q_rows.dtype, device)
+    fits = fits and (k.shape[2] == heads or (k.shape[2] > 0 and heads % k.shape[2] == 0))
+    require(fits, "k", k, f"{q_rows.dtype} ({batch}, seqlen_k, a divisor of {heads}, {dim}) on {device}")
+    fits = lse.shape == (batch, heads, n_rows) and lse.dtype in (torch.float32, torch.float64) and lse.device == device
+    require(fits, "lse", lse, f"fp32 or fp64 {(batch, heads, n_rows)} on {device}, like q_rows")
+    if rows is None and seqlen_q not in (None, n_rows) or rows is not None and seqlen_q is None:
+        raise ValueError(f"seqlen_q must be the length of q if rows are given, else None or {n_rows}; got {seqlen_q}")
+    seqlen_q, seqlen_k = n_rows if seqlen_q is None else seqlen_q, k.shape[1]
+    rows = torch.arange(n_rows, device=device) if rows is None else torch.as_tensor(rows, device=device)
+    require(rows.shape == (n_rows,) and rows.dtype in integers, "rows", rows, f"int32 or int64 ({n_rows},)")
+    if device.type == "cpu" and n_rows and not 0 <= int(rows.min()) <= int(rows.max()) < seqlen_q:
+        raise ValueError(f"rows must lie in [0, seqlen_q) = [0, {seqlen_q}); got {rows.tolist()}")
+    left, right = (int(side) for side in window_size)
+    if min(left, right) < -1:
+        raise ValueError(f"window_size must hold numbers >= 0, or -1 for unlimited; got {(left, right)}")
+    if not 0 <= softcap < INFINITY:
+        raise ValueError(f"softcap must be >= 0 and finite, 0 for none; got {softcap}")
+    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
+    for name, x in lengths.items():
+        fits = x is None or (x.shape == (batch,) and x.dtype in integers and x.device == device)
+        require(fits, name, x, f"int32 or int64 ({batch},) on {device}")
+    if alibi_slopes is not None:
+        fits = alibi_slopes.shape in ((heads,), (batch, heads)) and alibi_slopes.device == device
+        require(fits, "alibi_slopes", alibi_slopes, f"({heads},) or ({batch}, {heads}) on {device}")
+        alibi_slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
+    sizes = (batch, heads, seqlen_q, seqlen_k)
+    for name, x, kind in (("bias", bias, "float"), ("mask", mask, "bool")):
+        if x is not None:
+            fits = x.dim() <= 4 and all(n in (1, size) for n, size in zip(x.shape[::-1], sizes[::-1], strict=False))
+            fits = fits and x.device == device and (x.is_floating_point() if kind == "float" else x.dtype == torch.bool)
+            require(fits, name, x, f"{kind}, broadcastable to {sizes}, on {device}")
+    bias, mask = (None if x is None else x[(None,) * (4 - x.dim())] for x in (bias, mask))
+    scale = max(dim, 1) ** -0.5 if softmax_scale is None else softmax_scale
+    problem = Problem(scale, causal, left, right, softcap=softcap, alibi_slopes=alibi_slopes, mask=mask, **lengths)
+    region, real_q, real_k = whole_region(seqlen_q, seqlen_k, problem, device)
+    region = region._replace(rows=rows, q_position=region.q_position[:, :, rows])
+    q, k, lse = (x.to(compute_dtype(q_rows)) for x in (q_rows.transpose(1, 2), k.transpose(1, 2), lse.unsqueeze(-1)))
+    q, k = fill(q, None if real_q is None else real_q[:, :, rows]), fill(k, real_k)
+    s = logits(q @ repeat_heads(k, heads).transpose(2, 3), bias, problem, region)
+    empty = lse == -INFINITY
+    return torch.where(empty, 0.0, torch.exp(s - torch.where(empty, 0.0, lse)))

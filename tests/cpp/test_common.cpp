@@ -1,0 +1,264 @@
+// csrc/common against the plain definitions, by brute force. Built with UBSan by test_common.py; prints the number of checks.
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "common/dropout.h"
+#include "common/score.h"
+#include "common/sequence.h"
+#include "common/statistics.h"
+#include "common/visibility.h"
+
+using namespace flash;
+
+static long checks = 0;
+#define EXPECT(condition)                                                     \
+  do {                                                                        \
+    ++checks;                                                                 \
+    if (!(condition)) {                                                       \
+      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);   \
+      std::exit(1);                                                           \
+    }                                                                         \
+  } while (0)
+
+// ---- Visibility: every row/key pair against the sentence in the documentation ----
+
+static bool visible(const Window& w, int64_t seqlen_q, int64_t seqlen_k, int64_t i, int64_t j) {
+  const int64_t shift = w.upper_left ? 0 : seqlen_k - seqlen_q;
+  if (j < 0 || j >= seqlen_k) return false;
+  if (w.causal && j > i + shift) return false;
+  if (w.left >= 0 && j < i + shift - w.left) return false;
+  if (w.right >= 0 && j > i + shift + w.right) return false;
+  return true;
+}
+
+static void test_tiles(const Window& w, const Visibility& v) {
+  const int64_t m = v.seqlen_q, n = v.seqlen_k;
+  for (int64_t begin = 0; begin < m; ++begin)
+    for (int64_t end = begin + 1; end <= m; ++end) {
+      const Range rows{begin, end};
+      const Range any = v.keys_of_any(rows), all = v.keys_of_all(rows);
+      int64_t first = n, last = -1;
+      for (int64_t j = 0; j < n; ++j) {
+        int64_t seen = 0;
+        for (int64_t i = begin; i < end; ++i) seen += visible(w, m, n, i, j);
+        if (seen > 0) first = smaller(first, j), last = j;
+        EXPECT(all.contains(j) == (seen == end - begin));
+      }
+      EXPECT(any.empty() == (last < 0));
+      if (last >= 0) EXPECT(any.begin == first && any.end == last + 1);  // the hull, not more: nothing else is read
+      for (int64_t block = 1; block <= 4; ++block) {
+        const BlockRange blocks = v.key_blocks(rows, block);
+        for (int64_t b = 0; b * block < n; ++b) {
+          const bool visited = blocks.begin <= b && b < blocks.end;
+          EXPECT(visited == !intersect(any, {b * block, (b + 1) * block}).empty());
+          bool full = (b + 1) * block <= n;
+          for (int64_t j = b * block; j < (b + 1) * block; ++j) full = full && all.contains(j);
+          EXPECT(blocks.is_full(b) == full);
+          EXPECT(!blocks.is_full(b) || visited);
+        }
+      }
+    }
+  for (int64_t begin = 0; begin < n; ++begin)
+    for (int64_t end = begin + 1; end <= n; ++end) {
+      const Range rows = v.rows_of_any({begin, end});
+      int64_t first = m, last = -1;
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t j = begin; j < end; ++j)
+          if (visible(w, m, n, i, j)) first = smaller(first, i), last = i;
+      EXPECT(rows.empty() == (last < 0));
+      if (last >= 0) EXPECT(rows.begin == first && rows.end == last + 1);
+    }
+}
+
+static void test_visibility() {
+  const int64_t sides[] = {-1, 0, 1, 2, 5, 100, int64_t{1} << 62};
+  for (int64_t m = 0; m <= 7; ++m)
+    for (int64_t n = 0; n <= 7; ++n)
+      for (int causal = 0; causal < 2; ++causal)
+        for (int upper_left = 0; upper_left < 2; ++upper_left)
+          for (const int64_t left : sides)
+            for (const int64_t right : sides) {
+              const Window w{causal != 0, upper_left != 0, left, right};
+              const Visibility v = make_visibility(w, m, n);
+              for (int64_t i = 0; i < m; ++i)
+                for (int64_t j = 0; j < n; ++j) EXPECT(v.keys(i).contains(j) == visible(w, m, n, i, j));
+              test_tiles(w, v);
+            }
+}
+
+// ---- Sequences ----
+
+static void test_sequence() {
+  const int32_t cu32[] = {0, 3, 3, 9};
+  const int64_t cu64[] = {0, 3, 3, 9}, used[] = {2, 0, 6}, pad[] = {1, 0, 2};
+  RowLayout layout;
+  layout.rows = 11;
+  for (int b = 0; b < 3; ++b) {
+    const Rows dense = rows_of_sequence(layout, b);
+    EXPECT(dense.batch == b && dense.first() == 0 && dense.length == 11);
+  }
+  for (const IndexArray cu : {IndexArray{cu32, false}, IndexArray{cu64, true}}) {
+    RowLayout packed = layout;
+    packed.cu_seqlens = cu;
+    for (int b = 0; b < 3; ++b) {
+      const Rows rows = rows_of_sequence(packed, b);
+      EXPECT(rows.batch == 0 && rows.first() == cu64[b] && rows.length == cu64[b + 1] - cu64[b] && rows.leftpad == 0);
+    }
+    packed.seqused = {used, true};
+    packed.leftpad = {pad, true};
+    for (int b = 0; b < 3; ++b) {
+      const Rows rows = rows_of_sequence(packed, b);
+      EXPECT(rows.first() == cu64[b] + pad[b] && rows.length == used[b] - pad[b] && rows.leftpad == pad[b]);
+    }
+  }
+}
+
+// ---- Score ----
+
+static void test_score() {
+  for (double softcap : {0.5, 15.0, 50.0})
+    for (double s = -100; s <= 100; s += 0.73) {
+      const auto capped = apply_softcap(s, softcap);
+      EXPECT(std::fabs(capped.value - softcap * std::tanh(s / softcap)) <= 1e-14 * softcap);
+      const double h = 1e-5;
+      const double slope = (softcap * std::tanh((s + h) / softcap) - softcap * std::tanh((s - h) / softcap)) / (2 * h);
+      EXPECT(std::fabs(capped.derivative - slope) < 1e-8);
+    }
+  for (int64_t m = 1; m <= 5; ++m)
+    for (int64_t n = 1; n <= 5; ++n)
+      for (int64_t i = 0; i < m; ++i)
+        for (int64_t j = 0; j < n; ++j) EXPECT(alibi(0.25, i, j, n - m) == -0.25 * std::llabs(i + n - m - j));
+}
+
+// ---- Statistics ----
+
+template <class Real>
+static void test_statistics(Real tolerance) {
+  // A row's sum in two parts and a sink, in any order, equals the whole.
+  for (Real offset : {Real(0), Real(-3), Real(1e4)}) {
+    const std::vector<Real> logits = {Real(1) + offset, Real(-2) + offset, Real(0.5) + offset, Real(4) + offset, Real(3.25) + offset};
+    for (size_t split = 0; split <= logits.size(); ++split) {
+      Real max_a = -INFINITY, max_b = -INFINITY, sum_a = 0, sum_b = 0;
+      for (size_t x = 0; x < logits.size(); ++x) (x < split ? max_a : max_b) = std::fmax(x < split ? max_a : max_b, logits[x]);
+      for (size_t x = 0; x < logits.size(); ++x)
+        (x < split ? sum_a : sum_b) += std::exp(logits[x] - (x < split ? max_a : max_b));
+      const Merge<Real> both = merge(max_a, max_b);
+      const RowStatistics<Real> row = make_statistics(both.row_max, sum_a * both.scale_a + sum_b * both.scale_b);
+      double exact = 0;
+      for (Real s : logits) exact += std::exp(double(s) - double(logits[3]));
+      EXPECT(std::fabs(double(row.log2_sum) - std::log2(exact)) < tolerance);
+      EXPECT(row.reference == logits[3]);
+      EXPECT(std::fabs(double(log_sum_exp(row)) - (double(logits[3]) + std::log(exact))) < tolerance * (1 + std::fabs(offset)));
+      // P from the pair keeps full precision however large the logits are; that is what the second number is for.
+      const double p = std::exp2((double(logits[4]) - row.reference) * kLog2E<double> - row.log2_sum);
+      EXPECT(std::fabs(p - std::exp(double(logits[4]) - double(logits[3])) / exact) < tolerance);
+    }
+  }
+  const RowStatistics<Real> empty = make_statistics(Real(-INFINITY), Real(0));
+  EXPECT(empty.reference == 0 && empty.log2_sum == -INFINITY && log_sum_exp(empty) == -INFINITY);
+  EXPECT(log2_sum_for_backward(empty) == INFINITY);
+  for (Real s : {Real(0), Real(1e30), Real(-INFINITY)})
+    EXPECT(std::exp2((s - empty.reference) * kLog2E<Real> - log2_sum_for_backward(empty)) == 0);
+  const Merge<Real> nothing = merge(Real(-INFINITY), Real(-INFINITY));
+  EXPECT(nothing.row_max == -INFINITY && nothing.scale_a == 0 && nothing.scale_b == 0);
+  const Merge<Real> sink_alone = merge(Real(-INFINITY), Real(2));  // an empty row with a sink: R = sink, ℓ = 1
+  EXPECT(sink_alone.row_max == 2 && sink_alone.scale_a == 0 && sink_alone.scale_b == 1);
+}
+
+// ---- Dropout ----
+
+static void test_philox() {
+  // Known answers of the authors' Random123 distribution.
+  const struct {
+    Philox4 counter;
+    uint32_t key[2], expected[4];
+  } known[] = {
+      {{{0, 0, 0, 0}}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
+      {{{~0u, ~0u, ~0u, ~0u}}, {~0u, ~0u}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+      {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, {0xa4093822, 0x299f31d0}, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+  };
+  for (const auto& k : known) {
+    const Philox4 x = philox4x32_10(k.counter, k.key[0], k.key[1]);
+    for (int i = 0; i < 4; ++i) EXPECT(x.x[i] == k.expected[i]);
+  }
+}
+
+using Group = std::pair<int64_t, int64_t>;
+using Slot = std::pair<int, int>;
+
+static void test_groups() {
+  // Groups and slots number every position once, and a group is {q, q+8} × {k, k+8, k+16, k+24}.
+  std::set<std::pair<Group, Slot>> all;
+  for (int64_t q = 0; q < 64; ++q)
+    for (int64_t k = 0; k < 64; ++k) {
+      EXPECT(all.insert({{dropout_query_group(q), dropout_key_group(k)}, {dropout_query_slot(q), dropout_key_slot(k)}}).second);
+      const int64_t q0 = q - 8 * dropout_query_slot(q), k0 = k - 8 * dropout_key_slot(k);
+      EXPECT(q0 % 16 < 8 && k0 % 32 < 8);
+      EXPECT(dropout_query_group(q0) == dropout_query_group(q) && dropout_key_group(k0) == dropout_key_group(k));
+    }
+  // The definition that other backends are written from.
+  const int64_t seed[2] = {0x0123456789abcdef, 0x7edcba9876543210};
+  for (int64_t far : {int64_t{0}, int64_t{1} << 33, int64_t{1} << 40}) {
+    const DropoutStream stream = dropout_stream(seed, 3, 5);
+    for (int64_t q = far; q < far + 20; ++q)
+      for (int64_t k = far; k < far + 40; ++k) {
+        const DropoutDraws draws = stream.draws((q >> 4) * 8 + (q & 7), (k >> 5) * 8 + (k & 7));
+        EXPECT(stream.draw(q, k) == ((draws.words.x[(k >> 3) & 3] >> (16 * ((q >> 3) & 1))) & 0xffff));
+      }
+  }
+  EXPECT(dropout_stream(seed, 3, 5).draw(0, 0) != dropout_stream(seed, 5, 3).draw(0, 0) ||
+         dropout_stream(seed, 3, 5).draw(1, 1) != dropout_stream(seed, 5, 3).draw(1, 1));
+}
+
+// What a thread of a warp owns in the fp32 accumulator of mma.m16n8: c0, c1 in row lane / 4, c2, c3 eight rows below,
+// columns 2 · (lane % 4) + {0, 1} (PTX ISA; wgmma's m64nN gives each of its four warps the same picture of 16 rows).
+static std::pair<int, int> accumulator_element(int lane, int c) { return {lane / 4 + 8 * (c / 2), 2 * (lane % 4) + c % 2}; }
+
+static void test_fragments() {
+  for (int lane = 0; lane < 32; ++lane) {
+    // Forward: S is queries (m) × keys (n). Over four n8 tiles a thread needs two Philox calls and uses all eight draws of each.
+    std::set<Group> forward_groups;
+    std::set<std::pair<Group, Slot>> forward_draws;
+    for (int tile = 0; tile < 4; ++tile)
+      for (int c = 0; c < 4; ++c) {
+        const auto [row, column] = accumulator_element(lane, c);
+        const int64_t q = row, k = 8 * tile + column;
+        const Group group{dropout_query_group(q), dropout_key_group(k)};
+        forward_groups.insert(group);
+        forward_draws.insert({group, {dropout_query_slot(q), dropout_key_slot(k)}});
+      }
+    EXPECT(forward_groups.size() == 2 && forward_draws.size() == 16);
+
+    // Backward, transposed: S^T is keys (m) × queries (n). Over two n8 tiles of queries one m16 tile of keys uses four draws
+    // of each of two calls, and two m16 tiles (32 keys) use all eight.
+    std::set<Group> backward_groups;
+    std::set<std::pair<Group, Slot>> backward_draws;
+    for (int key_tile = 0; key_tile < 2; ++key_tile) {
+      for (int tile = 0; tile < 2; ++tile)
+        for (int c = 0; c < 4; ++c) {
+          const auto [row, column] = accumulator_element(lane, c);
+          const int64_t k = 16 * key_tile + row, q = 8 * tile + column;
+          const Group group{dropout_query_group(q), dropout_key_group(k)};
+          backward_groups.insert(group);
+          backward_draws.insert({group, {dropout_query_slot(q), dropout_key_slot(k)}});
+        }
+      EXPECT(backward_groups.size() == 2);
+      EXPECT(backward_draws.size() == (key_tile == 0 ? 8u : 16u));
+    }
+  }
+}
+
+int main() {
+  test_visibility();
+  test_sequence();
+  test_score();
+  test_statistics<double>(1e-12);
+  test_statistics<float>(1e-5f);
+  test_philox();
+  test_groups();
+  test_fragments();
+  std::printf("%ld checks\n", checks);
+}
