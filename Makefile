@@ -22,7 +22,7 @@ help:
 	@echo "make test       the quick tests"
 	@echo "make test-full  all tests: fuzzing and large samples too"
 	@echo "make test-gpu   the tests that need a GPU"
-	@echo "make sanitize   the quick tests with a library built under ASan and UBSan"
+	@echo "make sanitize   the random sample of options with a library built under ASan and UBSan (SANITIZE_TESTS: others)"
 	@echo "make lint       ruff and clang-format, checking only; make format applies them"
 	@echo "make build      compile the libraries in place"
 	@echo "make clean      remove everything that was built, and $(VENV)"
@@ -43,6 +43,7 @@ test-gpu: $(VENV)/.with-test
 # In a copy of the tree, so that the normal library stays. Leaks are not looked for: Python has many at exit. The
 # runtimes are preloaded because Python itself is not instrumented; libstdc++, so that ASan can see its exceptions.
 # --capture=sys: what they write before they end the process must be seen. Tests can ask for FLASH_ATTN_SANITIZED.
+SANITIZE_TESTS ?= tests/test_random_options.py
 SANITIZED := build/sanitize
 sanitize: $(VENV)/.with-test
 	mkdir -p $(SANITIZED)
@@ -52,7 +53,7 @@ sanitize: $(VENV)/.with-test
 	cd $(SANITIZED) && env \
 	    LD_PRELOAD="$$(ldd flash_attn/_C.so | awk '/libasan|libubsan|libstdc/ {print $$3}' | tr '\n' ' ')" \
 	    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 FLASH_ATTN_SANITIZED=1 \
-	    $(abspath $(PY)) -m pytest --capture=sys --ignore tests/test_build.py --ignore tests/test_structure.py $(ARGS)
+	    $(abspath $(PY)) -m pytest --capture=sys $(SANITIZE_TESTS) $(ARGS)
 
 lint: $(VENV)/.with-dev
 	$(VENV)/bin/ruff check

@@ -434,8 +434,8 @@ class BuildLibraries(cpp_extension.BuildExtension):
     def write_build_info(self) -> None:
         """What is_available() tells: which kernels there are, or why there are none."""
         reason = self.plan.reason
-        info = {"version": package_version(), "torch": torch.__version__, "cuda_missing": reason or None}
-        info["cuda_kernels"] = [f"{kernel.op}{kernel.arguments}" for kernel in self.plan.kernels]
+        info = {"version": package_version(), "torch": torch.__version__, "gpu": reason or None}
+        info["gpu_kernels"] = [f"{kernel.op}{kernel.arguments}" for kernel in self.plan.kernels]
         for folder in [Path(self.build_lib), *([ROOT] if self.inplace else [])]:
             (folder / PACKAGE).mkdir(parents=True, exist_ok=True)
             (folder / PACKAGE / "_build_info.json").write_text(json.dumps(info, indent=1) + "\n")

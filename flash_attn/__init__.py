@@ -5,6 +5,7 @@ __version__ = "2.8.3+0.1.0"
 from flash_attn._ops import Availability, is_available
 from flash_attn.baselines import standard_attention, tiled_attention
 from flash_attn.dropout import dropout_mask
+from flash_attn.from_lse import attention_probs, merge_attention
 from flash_attn.interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -14,7 +15,6 @@ from flash_attn.interface import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn.reference import attention_probs, merge_attention
 
 __all__ = [
     "Availability",

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flash_attn.problem import Problem
+from flash_attn.problem import Problem, compute_dtype
 
 PACKAGE = Path(__file__).resolve().parent
 NAMESPACE = "flash_attn"
@@ -138,7 +138,7 @@ def backward(
 def _fake_forward(q, k, v, bias, sink, *options):  # noqa: ANN001, ANN002, ANN202 (a schema's arguments)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = compute_dtype(q.dtype)
     return out, q.new_empty(lse_shape, dtype=dtype), q.new_empty((2, *lse_shape), dtype=dtype)
 
 

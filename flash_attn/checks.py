@@ -14,16 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.problem import Problem
+from flash_attn.problem import Problem, compute_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 BACKENDS = ("auto", "cpu", "mma_sync", "wgmma", "reference")
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of softmax, statistics, LSE, slopes and sinks: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def require(condition: Any, name: str, value: object, rule: str) -> None:
@@ -201,8 +196,12 @@ def attention(
     leftpad_k: Tensor | None = None,
     dropout_seed: Tensor | None = None,
     upper_left: bool = False,
+    seqlen_q: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Problem]:
-    """Checks one call. Returns bias (4-D) and sink (compute dtype), still attached to autograd, and the Problem."""
+    """Checks one call. Returns bias (4-D) and sink (compute dtype), still attached to autograd, and the Problem.
+
+    `seqlen_q`: the length of the query side where q holds only some of its rows.
+    """
     is_varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     operands(q, k, v, is_varlen)
     if is_varlen:
@@ -214,7 +213,8 @@ def attention(
         cu_seqlens_k = indices("cu_seqlens_k", cu_seqlens_k, batch + 1, q)
         seqlen_q, seqlen_k = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
     else:
-        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+        batch, seqlen_k = q.shape[0], k.shape[1]
+        seqlen_q = q.shape[1] if seqlen_q is None else seqlen_q
     heads = q.shape[-2]
     sizes = (batch, heads, seqlen_q, seqlen_k)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 TENSORS = (
@@ -22,6 +23,11 @@ TENSORS = (
     "leftpad_q",
     "leftpad_k",
 )
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of softmax, statistics, LSE, slopes and sinks: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Problem(NamedTuple):

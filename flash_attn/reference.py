@@ -17,18 +17,13 @@ import torch
 from torch import Tensor
 
 from flash_attn.dropout import keep_mask, keep_scale
-from flash_attn.problem import Problem
+from flash_attn.problem import Problem, compute_dtype
 
 BLOCK_ROWS = 256  # B_r of the paper
 BLOCK_COLUMNS = 256  # B_c
 TILE_ELEMENTS = 1 << 22  # dense sequences are computed together while their tiles have no more elements than this
-INFINITY = float("inf")
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 # ---- The logits: one definition for every path ----
@@ -86,7 +81,7 @@ def logits(products: Tensor, bias: Tensor | None, problem: Problem, region: Regi
         scores = scores - slopes.to(scores.dtype)[:, :, None, None] * distance(problem, region).abs()
     if bias is not None:
         scores = scores + select(bias, region).to(scores.dtype)
-    return torch.where(visibility(problem, region), scores, -INFINITY)
+    return torch.where(visibility(problem, region), scores, -math.inf)
 
 
 def logits_derivative(products: Tensor, problem: Problem) -> Tensor | float:
@@ -98,7 +93,7 @@ def logits_derivative(products: Tensor, problem: Problem) -> Tensor | float:
 
 def finite_reference(m: Tensor) -> Tensor:
     """A row maximum that may be subtracted: 0 for a row that has seen nothing, where -inf - -inf would be NaN."""
-    return torch.where(m == -INFINITY, 0.0, m)
+    return torch.where(m == -math.inf, 0.0, m)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
@@ -114,6 +109,14 @@ def sum_head_groups(x: Tensor, heads_k: int) -> Tensor:
 def fill(x: Tensor, real: Tensor | None) -> Tensor:
     """Zeros in the rows that are not real: they may hold NaN, and 0 * NaN is NaN."""
     return x if real is None else torch.where(real, x, 0.0)
+
+
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in their own dtype: autocast would multiply fp32 tiles in half precision."""
+    if not torch.amp.is_autocast_available(x.device.type):  # the meta device
+        return x @ y
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ y
 
 
 def drop(x: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
@@ -132,13 +135,13 @@ def standard_forward(
 
     Returns: out, lse as `forward`. Rows that see nothing: out 0, lse -inf (the sink if there is one), zero gradients.
     """
-    heads, dtype, accurate = q.shape[2], q.dtype, compute_dtype(q)
+    heads, dtype, accurate = q.shape[2], q.dtype, compute_dtype(q.dtype)
     region, real_q, real_k = whole_region(q.shape[1], k.shape[1], problem, q.device)
     q, k, v = (x.transpose(1, 2).to(accurate if upcast else dtype) for x in (q, k, v))
     q, k, v = fill(q, real_q), repeat_heads(fill(k, real_k), heads), repeat_heads(fill(v, real_k), heads)
-    s = logits((q @ k.transpose(2, 3)).to(accurate), bias, problem, region)
+    s = logits(matmul(q, k.transpose(2, 3)).to(accurate), bias, problem, region)
     # Softmax. m is a constant to autograd (the result does not depend on it); no -inf - -inf, 0 / 0, log 0.
-    m = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -INFINITY)
+    m = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
     if sink is not None:
         sink = sink.to(accurate).view(1, heads, 1, 1)
         m = torch.maximum(m, sink.detach())
@@ -149,9 +152,9 @@ def standard_forward(
         total = total + torch.exp(sink - m)
     counts = total != 0 if real_q is None else (total != 0) & real_q
     total = torch.where(counts, total, 1.0)
-    lse = torch.where(counts, m + torch.log(total), -INFINITY).squeeze(-1)
+    lse = torch.where(counts, m + torch.log(total), -math.inf).squeeze(-1)
     p = drop(weights / total, whole_keep(problem, region, s.shape), problem.dropout_p)
-    out = torch.where(counts, p.to(v.dtype) @ v, 0.0)
+    out = torch.where(counts, matmul(p.to(v.dtype), v), 0.0)
     return out.transpose(1, 2).to(dtype).contiguous(), lse
 
 
@@ -168,8 +171,7 @@ def whole_region(
 
     q, seqlen_q, real_q = axis(rows, problem.seqused_q, problem.leftpad_q)
     k, seqlen_k, real_k = axis(columns, problem.seqused_k, problem.leftpad_k)
-    everything = slice(None)
-    return Region(everything, everything, everything, q, k.transpose(2, 3), seqlen_q, seqlen_k), real_q, real_k
+    return Region(slice(None), slice(None), slice(None), q, k.transpose(2, 3), seqlen_q, seqlen_k), real_q, real_k
 
 
 def whole_keep(problem: Problem, region: Region, shape: Sequence[int]) -> Tensor | None:
@@ -264,43 +266,41 @@ def forward(
 
     Returns: out (..., heads, dim_v) contiguous, in q's dtype; lse (batch, heads, seqlen_q), varlen (heads, total_q), in
         fp32 (fp64 for fp64); statistics (2, *lse.shape) for `backward`: R, a logit, and log2 of sum_j exp(S_j - R).
-
     Unlike line 12 of the paper, O_i is divided by l_i once, after the last key block. Line numbers are the paper's.
     """
-    heads, device, dtype = q.shape[-2], q.device, compute_dtype(q)
+    heads, device, dtype = q.shape[-2], q.device, compute_dtype(q.dtype)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])  # rows of no sequence keep 0 and lse = -inf
     out_4d, q_4d, k_4d, v_4d = (heads_first(x) for x in (out, q, k, v))
     statistics = torch.zeros(2, *out_4d.shape[:-1], dtype=dtype, device=device)
-    statistics[1] = -INFINITY
+    statistics[1] = -math.inf
 
     for span in spans(q_4d, k_4d, problem):
         q_rows = q_4d[span.storage, :, span.rows]
         k_rows, v_rows = k_4d[span.storage, :, span.columns], v_4d[span.storage, :, span.columns]
         o = torch.zeros(*q_rows.shape[:-1], v.shape[-1], dtype=dtype, device=device)  # line 2
-        l = torch.zeros(*q_rows.shape[:-1], 1, dtype=dtype, device=device)  # noqa: E741
-        m = torch.full_like(l, -INFINITY)
+        ell = torch.zeros(*q_rows.shape[:-1], 1, dtype=dtype, device=device)
+        m = torch.full_like(ell, -math.inf)
         if sink is not None:  # acts like a key without a value that every row has seen before
             m.copy_(sink.view(-1, 1, 1))
-            l += torch.exp(m - finite_reference(m))
+            ell += torch.exp(m - finite_reference(m))
         for j in blocks(span.seqlen_k, BLOCK_COLUMNS):  # line 5
             k_j, v_j = (repeat_heads(x[:, :, j].to(dtype), heads) for x in (k_rows, v_rows))  # line 6
             for i in query_blocks(problem, span, j):  # line 7
-                q_i, o_i, l_i, m_i = q_rows[:, :, i].to(dtype), o[:, :, i], l[:, :, i], m[:, :, i]  # line 8
+                q_i, o_i, l_i, m_i = q_rows[:, :, i].to(dtype), o[:, :, i], ell[:, :, i], m[:, :, i]  # line 8
                 region = tile_region(span, i, j, device)
-                s_ij = logits(q_i @ k_j.transpose(2, 3), bias, problem, region)  # line 9
+                s_ij = logits(matmul(q_i, k_j.transpose(2, 3)), bias, problem, region)  # line 9
                 m_new = torch.maximum(m_i, s_ij.amax(-1, keepdim=True))  # lines 10, 11
                 reference = finite_reference(m_new)
                 p_ij = torch.exp(s_ij - reference)
                 rescale = torch.exp(m_i - reference)
                 keep = keep_mask(problem.dropout_seed, problem.dropout_p, span.batch, slice(0, heads), i, j)
-                o_i.mul_(rescale).add_(drop(p_ij, keep, problem.dropout_p) @ v_j)  # line 12
+                o_i.mul_(rescale).add_(matmul(drop(p_ij, keep, problem.dropout_p), v_j))  # line 12
                 l_i.mul_(rescale).add_(p_ij.sum(-1, keepdim=True))  # line 13
                 m_i.copy_(m_new)
 
-        out_4d[span.storage, :, span.rows] = torch.where(l != 0, o / l, 0.0).to(out.dtype)
+        out_4d[span.storage, :, span.rows] = torch.where(ell != 0, o / ell, 0.0).to(out.dtype)
         statistics[0, span.storage, :, span.rows] = finite_reference(m).squeeze(-1)
-        statistics[1, span.storage, :, span.rows] = torch.log2(l).squeeze(-1)
-
+        statistics[1, span.storage, :, span.rows] = torch.log2(ell).squeeze(-1)
     statistics = statistics.squeeze(1) if problem.is_varlen else statistics
     return out, statistics[0] + LN_2 * statistics[1], statistics
 
@@ -321,10 +321,9 @@ def backward(
         P = exp(S - LSE)   dV = drop(P)^T dO   dP = drop(dO V^T)   dS = P * (dP - delta + dLSE), delta = rowsum(dO * O)
         dQ = scale dS K    dK = scale dS^T Q   dbias = dS summed over broadcast axes
         dsink = sum over rows of exp(sink - LSE) * (dLSE - delta)
-
     A row that sees nothing contributes nothing, whatever its dout and dlse.
     """
-    heads, heads_k, device, dtype = q.shape[-2], k.shape[-2], q.device, compute_dtype(q)
+    heads, heads_k, device, dtype = q.shape[-2], k.shape[-2], q.device, compute_dtype(q.dtype)
     need_dq, need_dk, need_dv, need_dbias, need_dsink = needs
     need_ds = need_dq or need_dk or need_dbias
     dq, dk, dv = (x.new_zeros(x.shape) if need else None for x, need in zip((q, k, v), needs, strict=False))
@@ -338,7 +337,7 @@ def backward(
         q_rows, o, do = (x[span.storage, :, span.rows] for x in (q_4d, out_4d, dout_4d))
         k_rows, v_rows = k_4d[span.storage, :, span.columns], v_4d[span.storage, :, span.columns]
         reference, log2_l = statistics[:, span.storage, :, span.rows].unsqueeze(-1)
-        empty = (reference == -INFINITY) | (log2_l == -INFINITY)
+        empty = (reference == -math.inf) | (log2_l == -math.inf)
         reference, log2_l = (torch.where(empty, 0.0, x) for x in (reference, log2_l))  # then exp2(-inf - 0) = 0 below
         do = torch.where(empty, 0.0, do.to(dtype))
         delta = (do * o.to(dtype)).sum(-1, keepdim=True)  # line 19 for all rows at once
@@ -355,145 +354,43 @@ def backward(
             for i in query_blocks(problem, span, j):  # line 9
                 q_i, do_i = q_rows[:, :, i].to(dtype), do[:, :, i]  # line 10
                 region = tile_region(span, i, j, device)
-                products = q_i @ k_j.transpose(2, 3)
+                products = matmul(q_i, k_j.transpose(2, 3))
                 s_ij = logits(products, bias, problem, region)  # lines 11, 12
                 p_ij = torch.exp2((s_ij - reference[:, :, i]) * LOG2_E - log2_l[:, :, i])  # line 13
                 keep = keep_mask(problem.dropout_seed, problem.dropout_p, span.batch, slice(0, heads), i, j)  # line 14
                 if need_dv:
-                    dv_j += drop(p_ij, keep, problem.dropout_p).transpose(2, 3) @ do_i  # lines 15, 16
+                    dv_j += matmul(drop(p_ij, keep, problem.dropout_p).transpose(2, 3), do_i)  # lines 15, 16
                 if not need_ds:
                     continue
-                dp_ij = drop(do_i @ v_j.transpose(2, 3), keep, problem.dropout_p)  # lines 17, 18
+                dp_ij = drop(matmul(do_i, v_j.transpose(2, 3)), keep, problem.dropout_p)  # lines 17, 18
                 ds_ij = p_ij * (dp_ij - delta[:, :, i])  # line 20
                 if need_dbias:
                     dbias_ij = select(dbias, region)
                     dbias_ij += ds_ij.sum_to_size(dbias_ij.shape)
                 ds_ij = ds_ij * logits_derivative(products, problem)  # from here on d products
                 if need_dq:
-                    dq_rows[:, :, i] += ds_ij @ k_j  # line 21
+                    dq_rows[:, :, i] += matmul(ds_ij, k_j)  # line 21
                 if need_dk:
-                    dk_j += ds_ij.transpose(2, 3) @ q_i  # line 22
+                    dk_j += matmul(ds_ij.transpose(2, 3), q_i)  # line 22
             for grad, grad_j in ((dk, dk_j), (dv, dv_j)):  # line 24
                 if grad is not None:
                     heads_first(grad)[span.storage, :, span.columns][:, :, j] = sum_head_groups(grad_j, heads_k)
         if need_dq:
             heads_first(dq)[span.storage, :, span.rows] = dq_rows
-
     return dq, dk, dv, None if dbias is None else dbias.to(bias.dtype), None if dsink is None else dsink.to(sink.dtype)
 
 
-# ---- From results back: merging, probabilities ----
-def require(fits: bool, name: str, x: Tensor, rule: str) -> None:
-    if not fits:
-        raise RuntimeError(f"{name} must be {rule}; got {x.dtype} {tuple(x.shape)} on {x.device}")
-
-
-def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of disjoint key sets, from the results over each of them.
-
-    Args:
-        outs: one (batch, seqlen, heads, dim) tensor per key set, or varlen (total, heads, dim).
-        lses: their log-sum-exps (natural log), (batch, heads, seqlen) or varlen (heads, total), fp32 or fp64.
-
-    Returns (out, lse), in shape and dtype like one part:
-
-        lse = log sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) out_i
-
-    A part with lse_i = -inf (the row saw nothing there) does not count; where all are -inf, out = 0 and lse = -inf.
-    Differentiable to any order in outs and lses. A learnable sink belongs to one part only.
-
-    Raises: RuntimeError for no parts, unequal numbers of outs and lses, or shapes, dtypes or devices that disagree.
-    Source: lines 11 to 13 of Algorithm 1, with m = lse and l = 1.
-    Equivalent to: attention over the concatenated keys and values, `torch.cat(keys, 1)`.
-    """
-    if len(outs) == 0 or len(outs) != len(lses):
-        raise RuntimeError(f"outs and lses must be equally many, at least one each; got {len(outs)} and {len(lses)}")
-    first, first_lse = outs[0], lses[0]
-    require(first.dim() in (3, 4) and first.is_floating_point(), "outs[0]", first, "float, 3-D (varlen) or 4-D")
-    require(first_lse.dtype in (torch.float32, torch.float64), "lses[0]", first_lse, "fp32 or fp64")
-    lse_shape = first.transpose(-3, -2).shape[:-1]
-    expected = {"outs": (outs, first.shape, first.dtype), "lses": (lses, lse_shape, first_lse.dtype)}
-    for name, (parts, shape, dtype) in expected.items():
-        for i, x in enumerate(parts):
-            alike = (x.shape, x.dtype, x.device) == (shape, dtype, first.device)
-            require(alike, f"{name}[{i}]", x, f"{dtype} {tuple(shape)} on {first.device}, to fit outs[0] and lses[0]")
-    dtype = torch.promote_types(compute_dtype(first), first_lse.dtype)
-    logs = torch.stack(list(lses)).to(dtype)  # (part, ..., heads, rows)
-    m = finite_reference(logs.detach().amax(0))
-    weights = torch.exp(logs - m)
-    total = weights.sum(0)
-    counts = total != 0
-    total = torch.where(counts, total, 1.0)
-    merged = torch.zeros((), dtype=dtype, device=first.device)
-    for out, log, weight in zip(outs, logs, weights / total, strict=True):
-        present, weight = (x.transpose(-1, -2).unsqueeze(-1) for x in (log != -INFINITY, weight))
-        merged = merged + weight * fill(out.to(dtype), present)
-    return merged.to(first.dtype), torch.where(counts, m + torch.log(total), -INFINITY).to(first_lse.dtype)
-
-
-def attention_probs(
-    q_rows: Tensor, k: Tensor, lse: Tensor, *, rows: Tensor | Sequence[int] | None = None, seqlen_q: int | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, alibi_slopes: Tensor | None = None, bias: Tensor | None = None, mask: Tensor | None = None,
-    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
-    leftpad_q: Tensor | None = None, leftpad_k: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """The attention probabilities of a few query rows, from the lse that attention returned (`return_lse=True`).
-
-    Args:
-        q_rows: (batch, n_rows, heads, dim), rows of q, e.g. `q[:, rows]`.
-        k: (batch, seqlen_k, heads_k, dim) in q_rows' dtype; query head h uses KV head h // (heads / heads_k).
-        lse: (batch, heads, n_rows) of these rows, e.g. `lse[:, :, rows]`; fp32 or fp64.
-        rows: (n_rows,) integers, where q_rows stood in q; None: q_rows is all of q. seqlen_q: q's length then.
-        The rest as given to the attention call, bias and mask whole. lse holds a sink; dropout is not applied.
-
-    Returns P (batch, heads, n_rows, seqlen_k), fp32 (fp64 for fp64): 0 for hidden keys and in rows that see nothing.
-        Rows sum to 1 (less with a sink) up to the rounding of lse. Differentiable in q_rows, k, lse and bias.
-
-    Raises: RuntimeError for tensors whose shape, dtype or device do not fit; ValueError for other options.
-    Equivalent to: `torch.softmax(S, -1)[:, :, rows]`, S the masked logits, without computing the other rows.
-    """
-    device, integers = q_rows.device, (torch.int32, torch.int64)
-    require(q_rows.dim() == 4 and q_rows.is_floating_point(), "q_rows", q_rows, "float (batch, n_rows, heads, dim)")
-    batch, n_rows, heads, dim = q_rows.shape
-    fits = k.dim() == 4 and (k.shape[0], k.shape[3], k.dtype, k.device) == (batch, dim, q_rows.dtype, device)
-    fits = fits and (k.shape[2] == heads or (k.shape[2] > 0 and heads % k.shape[2] == 0))
-    require(fits, "k", k, f"{q_rows.dtype} ({batch}, seqlen_k, a divisor of {heads}, {dim}) on {device}")
-    fits = lse.shape == (batch, heads, n_rows) and lse.dtype in (torch.float32, torch.float64) and lse.device == device
-    require(fits, "lse", lse, f"fp32 or fp64 {(batch, heads, n_rows)} on {device}, like q_rows")
-    if rows is None and seqlen_q not in (None, n_rows) or rows is not None and seqlen_q is None:
-        raise ValueError(f"seqlen_q must be the length of q if rows are given, else None or {n_rows}; got {seqlen_q}")
-    seqlen_q, seqlen_k = n_rows if seqlen_q is None else seqlen_q, k.shape[1]
-    rows = torch.arange(n_rows, device=device) if rows is None else torch.as_tensor(rows, device=device)
-    require(rows.shape == (n_rows,) and rows.dtype in integers, "rows", rows, f"int32 or int64 ({n_rows},)")
-    if device.type == "cpu" and n_rows and not 0 <= int(rows.min()) <= int(rows.max()) < seqlen_q:
-        raise ValueError(f"rows must lie in [0, seqlen_q) = [0, {seqlen_q}); got {rows.tolist()}")
-    left, right = (int(side) for side in window_size)
-    if min(left, right) < -1:
-        raise ValueError(f"window_size must hold numbers >= 0, or -1 for unlimited; got {(left, right)}")
-    if not 0 <= softcap < INFINITY:
-        raise ValueError(f"softcap must be >= 0 and finite, 0 for none; got {softcap}")
-    lengths = {"seqused_q": seqused_q, "seqused_k": seqused_k, "leftpad_q": leftpad_q, "leftpad_k": leftpad_k}
-    for name, x in lengths.items():
-        fits = x is None or (x.shape == (batch,) and x.dtype in integers and x.device == device)
-        require(fits, name, x, f"int32 or int64 ({batch},) on {device}")
-    if alibi_slopes is not None:
-        fits = alibi_slopes.shape in ((heads,), (batch, heads)) and alibi_slopes.device == device
-        require(fits, "alibi_slopes", alibi_slopes, f"({heads},) or ({batch}, {heads}) on {device}")
-        alibi_slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
-    sizes = (batch, heads, seqlen_q, seqlen_k)
-    for name, x, kind in (("bias", bias, "float"), ("mask", mask, "bool")):
-        if x is not None:
-            fits = x.dim() <= 4 and all(n in (1, size) for n, size in zip(x.shape[::-1], sizes[::-1], strict=False))
-            fits = fits and x.device == device and (x.is_floating_point() if kind == "float" else x.dtype == torch.bool)
-            require(fits, name, x, f"{kind}, broadcastable to {sizes}, on {device}")
-    bias, mask = (None if x is None else x[(None,) * (4 - x.dim())] for x in (bias, mask))
-    scale = max(dim, 1) ** -0.5 if softmax_scale is None else softmax_scale
-    problem = Problem(scale, causal, left, right, softcap=softcap, alibi_slopes=alibi_slopes, mask=mask, **lengths)
-    region, real_q, real_k = whole_region(seqlen_q, seqlen_k, problem, device)
-    region = region._replace(rows=rows, q_position=region.q_position[:, :, rows])
-    q, k, lse = (x.to(compute_dtype(q_rows)) for x in (q_rows.transpose(1, 2), k.transpose(1, 2), lse.unsqueeze(-1)))
-    q, k = fill(q, None if real_q is None else real_q[:, :, rows]), fill(k, real_k)
-    s = logits(q @ repeat_heads(k, heads).transpose(2, 3), bias, problem, region)
-    empty = lse == -INFINITY
+# ---- Rows of P ----
+def probabilities(
+    q_rows: Tensor, k: Tensor, lse: Tensor, rows: Tensor | None, seqlen_q: int, bias: Tensor | None, problem: Problem
+) -> Tensor:
+    """P (batch, heads, n_rows, seqlen_k) of the rows `rows` (None: all) of q, rebuilt from their LSE: exp(S - LSE)."""
+    region, real_q, real_k = whole_region(seqlen_q, k.shape[1], problem, q_rows.device)
+    if rows is not None:
+        region = region._replace(rows=rows, q_position=region.q_position[:, :, rows])
+        real_q = None if real_q is None else real_q[:, :, rows]
+    q, k, lse = (x.to(compute_dtype(q_rows.dtype)) for x in (q_rows.transpose(1, 2), k.transpose(1, 2), lse.unsqueeze(-1)))
+    q, k = fill(q, real_q), fill(k, real_k)
+    s = logits(matmul(q, repeat_heads(k, q.shape[1]).transpose(2, 3)), bias, problem, region)
+    empty = lse == -math.inf
     return torch.where(empty, 0.0, torch.exp(s - torch.where(empty, 0.0, lse)))

@@ -1,0 +1,22 @@
+"""Fixtures shared by all tests. The devices are in `cases.TARGETS`: whatever is present."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+
+
+@pytest.fixture(params=[pytest.param(t, marks=cases.marks(t), id=str(t)) for t in cases.TARGETS])
+def target(request: pytest.FixtureRequest) -> cases.Target:
+    """Device and backend, for tests that call the library themselves."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _fixed_state():
+    """Every test starts from the same generator state and leaves the number of threads as it was."""
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
