@@ -27,7 +27,9 @@ def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def backward_of(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Callable[[], object]:
+def backward_of(
+    attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> Callable[[], object]:
     out = attention(q, k, v, causal=causal)
     dout = torch.randn_like(out)
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
@@ -73,7 +75,12 @@ def main() -> None:
                     print(*rows[-1], flush=True)
     columns = ["dtype", "dim", "causal", "seqlen", "heads"]
     for direction in ("fwd", "bwd"):
-        columns += [f"{direction} ours", f"{direction} torch SDPA", f"{direction} standard", f"{direction} ours / torch"]
+        columns += [
+            f"{direction} ours",
+            f"{direction} torch SDPA",
+            f"{direction} standard",
+            f"{direction} ours / torch",
+        ]
     text = header("Attention on the CPU, GFLOP/s") + "\n" + table(columns, rows)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text)

@@ -44,9 +44,7 @@ class Attention(torch.autograd.Function):
         q, k, v, bias, sink, out, statistics, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         problem = ctx.problem.with_tensors(tensors)
-        gradients = BACKENDS[ctx.backend].backward(
-            dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs
-        )
+        gradients = BACKENDS[ctx.backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs)
         return *gradients, None, None
 
 

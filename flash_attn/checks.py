@@ -228,14 +228,18 @@ def attention(
 
     if bias is not None:
         bias = broadcastable("bias", bias, q, sizes)
-        require(bias.dtype in (q.dtype, torch.float32), "bias", show(bias), f"must have q's dtype, {q.dtype}, or float32")
+        require(
+            bias.dtype in (q.dtype, torch.float32), "bias", show(bias), f"must have q's dtype, {q.dtype}, or float32"
+        )
     if mask is not None:
         mask = broadcastable("mask", mask, q, sizes)
         require(mask.dtype == torch.bool, "mask", show(mask), "must be bool (True = may attend)")
     sink = learnable_sink
     if sink is not None:
         require_tensor("learnable_sink", sink)
-        require(tuple(sink.shape) == (heads,), "learnable_sink", show(sink), f"must have shape ({heads},), one per head")
+        require(
+            tuple(sink.shape) == (heads,), "learnable_sink", show(sink), f"must have shape ({heads},), one per head"
+        )
         require(sink.dtype in FLOATS, "learnable_sink", show(sink), "must be a floating-point tensor")
         on_device_of_q("learnable_sink", sink, q)
         sink = sink.to(compute_dtype(q.dtype)).contiguous()

@@ -22,14 +22,18 @@ def choose_backend(backend: str, q: Tensor) -> str:
         return backend
     device = q.device.type
     if backend in ("mma_sync", "wgmma"):
-        raise NotImplementedError(f'backend="{backend}": {_ops.is_available(backend).reason}; backend="reference" runs anywhere')
+        raise NotImplementedError(
+            f'backend="{backend}": {_ops.is_available(backend).reason}; backend="reference" runs anywhere'
+        )
     if device not in ("cpu", "meta"):
         raise NotImplementedError(
             f'backend="{backend}" has no kernel for {device} tensors yet; backend="reference" computes the same in plain '
             "PyTorch on any device"
         )
     if not (available := _ops.is_available("cpu")):
-        raise NotImplementedError(f'backend="cpu" cannot be used: {available.reason}; backend="reference" runs without it')
+        raise NotImplementedError(
+            f'backend="cpu" cannot be used: {available.reason}; backend="reference" runs without it'
+        )
     return "cpu"
 
 

@@ -62,9 +62,7 @@ def philox4x32_10(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def keep_mask(
-    seed: Tensor | None, dropout_p: float, batch: slice, heads: slice, q: slice, k: slice
-) -> Tensor | None:
+def keep_mask(seed: Tensor | None, dropout_p: float, batch: slice, heads: slice, q: slice, k: slice) -> Tensor | None:
     """The keep decisions of one tile, bool (batch, heads, q, k) on the seed's device; True = kept.
 
     Args:

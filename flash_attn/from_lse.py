@@ -93,8 +93,12 @@ def attention_probs(
     checks.require(q_rows.dim() == 4, "q_rows", checks.show(q_rows), "must be (batch, n_rows, heads, dim)")
     n_rows = q_rows.shape[1]
     if rows is None:
-        checks.require_option(seqlen_q in (None, n_rows), "seqlen_q", seqlen_q, f"must be {n_rows}, q's rows, without `rows`")
-    checks.require_option(rows is None or seqlen_q is not None, "seqlen_q", seqlen_q, "must be q's length where `rows` is given")
+        checks.require_option(
+            seqlen_q in (None, n_rows), "seqlen_q", seqlen_q, f"must be {n_rows}, q's rows, without `rows`"
+        )
+    checks.require_option(
+        rows is None or seqlen_q is not None, "seqlen_q", seqlen_q, "must be q's length where `rows` is given"
+    )
     seqlen_q = n_rows if seqlen_q is None else checks.length("seqlen_q", seqlen_q)
     bias, _, problem = checks.attention(
         q_rows,
@@ -115,7 +119,9 @@ def attention_probs(
     )
     checks.require_tensor("lse", lse)
     shape = (q_rows.shape[0], q_rows.shape[2], n_rows)
-    checks.require(tuple(lse.shape) == shape, "lse", checks.show(lse), f"must have shape {shape}: the LSE of these rows")
+    checks.require(
+        tuple(lse.shape) == shape, "lse", checks.show(lse), f"must have shape {shape}: the LSE of these rows"
+    )
     checks.require(lse.dtype in (torch.float32, torch.float64), "lse", checks.show(lse), "must be float32 or float64")
     checks.on_device_of_q("lse", lse, q_rows)
     if rows is not None:

@@ -265,7 +265,9 @@ def flash_attn_varlen_func(
 
     Equivalent to: `flash_attn_func` on each sequence alone.
     """
-    dispatch.refuse("block_table", block_table, "paged keys and values are not built yet; gather them into k and v first")
+    dispatch.refuse(
+        "block_table", block_table, "paged keys and values are not built yet; gather them into k and v first"
+    )
     return dispatch.attention(
         q,
         k,

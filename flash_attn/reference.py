@@ -389,7 +389,9 @@ def probabilities(
     if rows is not None:
         region = region._replace(rows=rows, q_position=region.q_position[:, :, rows])
         real_q = None if real_q is None else real_q[:, :, rows]
-    q, k, lse = (x.to(compute_dtype(q_rows.dtype)) for x in (q_rows.transpose(1, 2), k.transpose(1, 2), lse.unsqueeze(-1)))
+    q, k, lse = (
+        x.to(compute_dtype(q_rows.dtype)) for x in (q_rows.transpose(1, 2), k.transpose(1, 2), lse.unsqueeze(-1))
+    )
     q, k = fill(q, real_q), fill(k, real_k)
     s = logits(matmul(q, repeat_heads(k, q.shape[1]).transpose(2, 3)), bias, problem, region)
     empty = lse == -math.inf

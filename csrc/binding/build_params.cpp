@@ -17,17 +17,24 @@ using Sizes = std::vector<int64_t>;
 
 DataType data_type(ScalarType dtype, const char* name) {
   switch (dtype) {
-    case ScalarType::Double: return DataType::kFloat64;
-    case ScalarType::Float: return DataType::kFloat32;
-    case ScalarType::Half: return DataType::kFloat16;
-    case ScalarType::BFloat16: return DataType::kBFloat16;
-    default: FLASH_CHECK(false, name, " must be fp64, fp32, fp16 or bf16");
+    case ScalarType::Double:
+      return DataType::kFloat64;
+    case ScalarType::Float:
+      return DataType::kFloat32;
+    case ScalarType::Half:
+      return DataType::kFloat16;
+    case ScalarType::BFloat16:
+      return DataType::kBFloat16;
+    default:
+      FLASH_CHECK(false, name, " must be fp64, fp32, fp16 or bf16");
   }
   return DataType::kFloat32;
 }
 
 // The type of softmax, statistics, slopes and sink.
-ScalarType compute_type(ScalarType dtype) { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
+ScalarType compute_type(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
 
 void check_same_device(const Tensor& x, const Tensor& q, const char* name) {
   FLASH_CHECK(x.device() == q.device(), name, " must be on the device of q");
@@ -114,8 +121,8 @@ void build_common(AttentionParams& p, const Tensor& q, const Tensor& k, const Te
   };
   check_shape(k, shape_k(p.dim), "k");
   check_shape(v, shape_k(p.dim_v), "v");
-  FLASH_CHECK(p.heads == 0 || (p.heads_k > 0 && p.heads % p.heads_k == 0), "heads_k = ", p.heads_k, " must divide heads = ",
-              p.heads);
+  FLASH_CHECK(p.heads == 0 || (p.heads_k > 0 && p.heads % p.heads_k == 0), "heads_k = ", p.heads_k,
+              " must divide heads = ", p.heads);
   if (p.heads_k == 0) p.heads_k = 1;  // no heads at all: nothing is read
   p.rows_q = row_layout(q, q, p.batch, options.cu_seqlens_q, options.seqused_q, options.leftpad_q);
   p.rows_k = row_layout(k, q, p.batch, options.cu_seqlens_k, options.seqused_k, options.leftpad_k);
@@ -135,7 +142,8 @@ void build_common(AttentionParams& p, const Tensor& q, const Tensor& k, const Te
   p.window = {options.causal, options.upper_left, options.window_left, options.window_right};
   if (bias.has_value()) {
     static_cast<Broadcast&>(p.bias) = broadcast(*bias, q, p, "bias");
-    FLASH_CHECK(bias->scalar_type() == dtype || bias->scalar_type() == ScalarType::Float, "bias must have q's dtype or fp32");
+    FLASH_CHECK(bias->scalar_type() == dtype || bias->scalar_type() == ScalarType::Float,
+                "bias must have q's dtype or fp32");
     p.bias.dtype = data_type(bias->scalar_type(), "bias");
   }
   if (options.mask.has_value()) {
@@ -145,7 +153,8 @@ void build_common(AttentionParams& p, const Tensor& q, const Tensor& k, const Te
   if (sink.has_value()) {
     check_shape(*sink, {p.heads}, "sink");
     check_same_device(*sink, q, "sink");
-    FLASH_CHECK(sink->scalar_type() == compute && sink->is_contiguous(), "sink must be contiguous fp32, fp64 with fp64 q");
+    FLASH_CHECK(sink->scalar_type() == compute && sink->is_contiguous(),
+                "sink must be contiguous fp32, fp64 with fp64 q");
     p.sink = sink->data_ptr();
   }
   FLASH_CHECK(options.dropout_p >= 0 && options.dropout_p <= 1, "dropout_p must be in [0, 1], is ", options.dropout_p);
@@ -155,7 +164,8 @@ void build_common(AttentionParams& p, const Tensor& q, const Tensor& k, const Te
     const Tensor& seed = *options.dropout_seed;
     check_shape(seed, {2}, "dropout_seed");
     check_same_device(seed, q, "dropout_seed");
-    FLASH_CHECK(seed.scalar_type() == ScalarType::Long && seed.is_contiguous(), "dropout_seed must be contiguous int64");
+    FLASH_CHECK(seed.scalar_type() == ScalarType::Long && seed.is_contiguous(),
+                "dropout_seed must be contiguous int64");
     p.dropout.seed = static_cast<const int64_t*>(seed.data_ptr());
     p.dropout.keep_scale = options.dropout_p < 1 ? 1 / (1 - options.dropout_p) : 0;
   }
@@ -202,13 +212,14 @@ Forward build_forward(const Tensor& q, const Tensor& k, const Tensor& v, const O
   p.reference = p.lse;
   p.reference.data = call.statistics.data_ptr();
   p.log2_sum = row_array(call.lse, packed);
-  p.log2_sum.data = static_cast<char*>(call.statistics.data_ptr()) + call.lse.numel() * static_cast<int64_t>(call.lse.element_size());
+  p.log2_sum.data =
+      static_cast<char*>(call.statistics.data_ptr()) + call.lse.numel() * static_cast<int64_t>(call.lse.element_size());
   return call;
 }
 
-Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Tensor& out, const Tensor& statistics, const OptionalTensor& bias, const OptionalTensor& sink,
-                        const CallOptions& options, Wanted wanted) {
+Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& out, const Tensor& statistics, const OptionalTensor& bias,
+                        const OptionalTensor& sink, const CallOptions& options, Wanted wanted) {
   Backward call;
   BwdParams& p = call.params;
   build_common(p, q, k, v, bias, sink, options);
@@ -224,8 +235,10 @@ Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Te
   check_same_device(dout, q, "dout");
   check_same_device(out, q, "out");
   check_same_device(statistics, q, "statistics");
-  FLASH_CHECK(dout.scalar_type() == q.scalar_type() && out.scalar_type() == q.scalar_type(), "dout and out must have q's dtype");
-  FLASH_CHECK(statistics.scalar_type() == compute && statistics.is_contiguous(), "statistics must be what the forward returned");
+  FLASH_CHECK(dout.scalar_type() == q.scalar_type() && out.scalar_type() == q.scalar_type(),
+              "dout and out must have q's dtype");
+  FLASH_CHECK(statistics.scalar_type() == compute && statistics.is_contiguous(),
+              "statistics must be what the forward returned");
   p.dout = operand(dout, packed, "dout");
   p.out = operand(out, packed, "out");
   const int64_t rows = statistics.numel() / 2;
@@ -267,18 +280,19 @@ void check_contents(const AttentionParams& p, const OptionalTensor& bias, const 
     if (!has_unused_rows(layout)) return;
     if (layout.cu_seqlens.given())
       FLASH_CHECK(layout.cu_seqlens[0] >= 0 && layout.cu_seqlens[p.batch] <= layout.rows, "cu_seqlens_", side,
-                  " must lie in [0, ", layout.rows, "], the rows of the tensor; it runs from ", layout.cu_seqlens[0], " to ",
-                  layout.cu_seqlens[p.batch]);
+                  " must lie in [0, ", layout.rows, "], the rows of the tensor; it runs from ", layout.cu_seqlens[0],
+                  " to ", layout.cu_seqlens[p.batch]);
     for (int64_t b = 0; b < p.batch; ++b) {
       int64_t capacity = layout.rows;
       if (layout.cu_seqlens.given()) {
         capacity = layout.cu_seqlens[b + 1] - layout.cu_seqlens[b];
-        FLASH_CHECK(capacity >= 0, "cu_seqlens_", side, " must not decrease: element ", b + 1, " is ", layout.cu_seqlens[b + 1],
-                    " after ", layout.cu_seqlens[b]);
+        FLASH_CHECK(capacity >= 0, "cu_seqlens_", side, " must not decrease: element ", b + 1, " is ",
+                    layout.cu_seqlens[b + 1], " after ", layout.cu_seqlens[b]);
       }
       const int64_t used = layout.seqused.given() ? layout.seqused[b] : capacity;
       const int64_t leftpad = layout.leftpad.given() ? layout.leftpad[b] : 0;
-      FLASH_CHECK(used >= 0 && used <= capacity, "seqused_", side, "[", b, "] = ", used, " must be in [0, ", capacity, "]");
+      FLASH_CHECK(used >= 0 && used <= capacity, "seqused_", side, "[", b, "] = ", used, " must be in [0, ", capacity,
+                  "]");
       FLASH_CHECK(leftpad >= 0 && leftpad <= used, "leftpad_", side, "[", b, "] = ", leftpad, " must be in [0, ", used,
                   "], the used length");
     }
@@ -292,9 +306,10 @@ void check_contents(const AttentionParams& p, const OptionalTensor& bias, const 
     for (int64_t b = 0; b < p.batch; ++b) {
       const Sequence s = sequence(p, b);
       const int64_t rows = s.q.leftpad + s.q.length, columns = s.k.leftpad + s.k.length;
-      FLASH_CHECK(x->size(2) == 1 || rows <= x->size(2), name, " has ", x->size(2), " rows, sequence ", b, " needs ", rows);
-      FLASH_CHECK(x->size(3) == 1 || columns <= x->size(3), name, " has ", x->size(3), " columns, sequence ", b, " needs ",
-                  columns);
+      FLASH_CHECK(x->size(2) == 1 || rows <= x->size(2), name, " has ", x->size(2), " rows, sequence ", b, " needs ",
+                  rows);
+      FLASH_CHECK(x->size(3) == 1 || columns <= x->size(3), name, " has ", x->size(3), " columns, sequence ", b,
+                  " needs ", columns);
     }
   };
   check_extent(bias, "bias");

@@ -43,9 +43,9 @@ struct Wanted {
 Forward build_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                       const OptionalTensor& sink, const CallOptions& options);
 
-Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k, const Tensor& v,
-                        const Tensor& out, const Tensor& statistics, const OptionalTensor& bias, const OptionalTensor& sink,
-                        const CallOptions& options, Wanted wanted);
+Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q, const Tensor& k,
+                        const Tensor& v, const Tensor& out, const Tensor& statistics, const OptionalTensor& bias,
+                        const OptionalTensor& sink, const CallOptions& options, Wanted wanted);
 
 // Reads cu_seqlens, lengths and left pads (host memory) and refuses what would lead outside the tensors.
 void check_contents(const AttentionParams& params, const OptionalTensor& bias, const OptionalTensor& mask);

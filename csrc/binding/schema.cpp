@@ -1,20 +1,23 @@
 // The op schemas: the only place where a signature is written.
 #include <torch/csrc/stable/library.h>
 
-// Layouts: q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k, dim_v); with cu_seqlens
-// (total_q, heads, dim) and so on. lse (batch, heads, seqlen_q) or (heads, total_q); statistics (2, lse...): reference, log2 of the sum.
-// bias and mask (batch | 1, heads | 1, rows | 1, columns | 1), of packed sequences with max_seqlen rows and columns.
-#define FLASH_ATTN_OPTIONS                                                                                                  \
-  "float softmax_scale, bool causal, int window_left, int window_right, bool upper_left, float softcap, float dropout_p, " \
-  "Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "                 \
-  "SymInt max_seqlen_q, SymInt max_seqlen_k, "                                                                             \
+// Layouts: q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k, dim_v);
+// with cu_seqlens (total_q, heads, dim) and so on. lse (batch, heads, seqlen_q) or (heads, total_q); statistics (2,
+// lse...): reference, log2 of the sum. bias and mask (batch | 1, heads | 1, rows | 1, columns | 1), of packed sequences
+// with max_seqlen rows and columns.
+#define FLASH_ATTN_OPTIONS                                                                                      \
+  "float softmax_scale, bool causal, int window_left, int window_right, bool upper_left, float softcap, float " \
+  "dropout_p, "                                                                                                 \
+  "Tensor? dropout_seed, Tensor? alibi_slopes, Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "      \
+  "SymInt max_seqlen_q, SymInt max_seqlen_k, "                                                                  \
   "Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_q, Tensor? leftpad_k, bool deterministic"
 
 STABLE_TORCH_LIBRARY(flash_attn, m) {
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, " FLASH_ATTN_OPTIONS
         ") -> (Tensor out, Tensor lse, Tensor statistics)");
   // wants_*: which gradients to compute; the others come back without elements.
-  m.def("attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, "
-        "Tensor? bias, Tensor? sink, bool wants_dq, bool wants_dk, bool wants_dv, bool wants_dbias, bool wants_dsink, "
-        FLASH_ATTN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, "
+      "Tensor? bias, Tensor? sink, bool wants_dq, bool wants_dk, bool wants_dv, bool wants_dbias, bool "
+      "wants_dsink, " FLASH_ATTN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
 }

@@ -1,10 +1,11 @@
-// Which attention weights are kept: a pure function of (seed, sequence, head, query position, key position), the same on every
-// backend, for every tile size and layout.
+// Which attention weights are kept: a pure function of (seed, sequence, head, query position, key position), the same
+// on every backend, for every tile size and layout.
 //
-// One Philox call gives eight 16-bit draws, for the queries {q, q+8} and the keys {k, k+8, k+16, k+24}. That is exactly what
-// one thread owns in the accumulator of mma m16n8 over four neighbouring n8 tiles: rows r, r+8 and, for each of its two
-// columns c, the columns c, c+8, c+16, c+24. The transposed accumulator of the backward (keys along m16, queries along n8)
-// owns keys k, k+8 and queries q, q+8 of two neighbouring n8 tiles: four of the eight, all eight over 32 keys.
+// One Philox call gives eight 16-bit draws, for the queries {q, q+8} and the keys {k, k+8, k+16, k+24}. That is exactly
+// what one thread owns in the accumulator of mma m16n8 over four neighbouring n8 tiles: rows r, r+8 and, for each of
+// its two columns c, the columns c, c+8, c+16, c+24. The transposed accumulator of the backward (keys along m16,
+// queries along n8) owns keys k, k+8 and queries q, q+8 of two neighbouring n8 tiles: four of the eight, all eight over
+// 32 keys.
 #pragma once
 
 #include "common/philox.h"

@@ -10,7 +10,8 @@ namespace flash {
 
 enum class DataType : uint8_t { kFloat64, kFloat32, kFloat16, kBFloat16 };
 
-// Rows of `dim` consecutive elements. Dense tensors are (batch, row, head, dim); packed ones (row, head, dim) have batch_stride 0.
+// Rows of `dim` consecutive elements. Dense tensors are (batch, row, head, dim); packed ones (row, head, dim) have
+// batch_stride 0.
 struct Operand {
   void* data = nullptr;  // read only, unless the params struct says "output"
   int64_t batch_stride = 0;
@@ -124,9 +125,9 @@ struct FwdParams : AttentionParams {
 struct BwdParams : AttentionParams {
   Operand out, dout;
   RowArray reference, log2_sum;
-  RowArray dlse;          // null: no gradient reaches the LSE
-  Operand dq, dk, dv;     // outputs; null: not wanted
-  Bias dbias;             // output in the shape of the bias; null: not wanted
+  RowArray dlse;       // null: no gradient reaches the LSE
+  Operand dq, dk, dv;  // outputs; null: not wanted
+  Bias dbias;          // output in the shape of the bias; null: not wanted
   int64_t bias_batch = 1, bias_heads = 1, bias_rows = 1, bias_columns = 1;
   void* dsink = nullptr;  // output (heads,); null: not wanted
 };

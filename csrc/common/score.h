@@ -30,7 +30,8 @@ FLASH_HOST_DEVICE Real alibi(Real slope, int64_t i, int64_t j, int64_t diagonal)
 template <class Real>
 FLASH_HOST_DEVICE Real alibi_slope(const Score& score, int64_t batch, int64_t head) {
   if (score.alibi_slopes == nullptr) return Real(0);
-  return static_cast<const Real*>(score.alibi_slopes)[batch * score.alibi_batch_stride + head * score.alibi_head_stride];
+  return static_cast<const Real*>(
+      score.alibi_slopes)[batch * score.alibi_batch_stride + head * score.alibi_head_stride];
 }
 
 }  // namespace flash

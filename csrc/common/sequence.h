@@ -1,4 +1,5 @@
-// Where a sequence's rows live: dense, packed (varlen), left padded, partly used. Everything above counts positions 0 .. length-1.
+// Where a sequence's rows live: dense, packed (varlen), left padded, partly used. Everything above counts positions 0
+// .. length-1.
 #pragma once
 
 #include "common/params.h"

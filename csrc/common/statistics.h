@@ -3,9 +3,9 @@
 //   ℓ = Σ_j exp(S_j - R)  (+ exp(sink - R)),     P_j = exp2((S_j - R) · log2 e - log2 ℓ),     LSE = R + ln 2 · log2 ℓ
 //
 // R, the reference in the exponent, is in units of the logits S (natural logarithm); any number near the row's maximum
-// serves, as long as numerator and denominator use the same one. One LSE cannot replace the pair: at logits of 1e4 an fp32
-// LSE has an absolute error of 5e-4, and so would every probability that is rebuilt from it.
-// A row that sees nothing has R = 0, log2 ℓ = -inf.
+// serves, as long as numerator and denominator use the same one. One LSE cannot replace the pair: at logits of 1e4 an
+// fp32 LSE has an absolute error of 5e-4, and so would every probability that is rebuilt from it. A row that sees
+// nothing has R = 0, log2 ℓ = -inf.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,8 @@ struct RowStatistics {
   Real log2_sum = -INFINITY;
 };
 
-// The reference that an online softmax may subtract: a row whose maximum is still -inf has seen nothing, 0 keeps it free of NaN.
+// The reference that an online softmax may subtract: a row whose maximum is still -inf has seen nothing, 0 keeps it
+// free of NaN.
 template <class Real>
 FLASH_HOST_DEVICE Real finite_reference(Real row_max) {
   return row_max == -INFINITY ? Real(0) : row_max;

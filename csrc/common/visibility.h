@@ -21,7 +21,8 @@ FLASH_HOST_DEVICE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 FLASH_HOST_DEVICE Range intersect(Range a, Range b) { return {larger(a.begin, b.begin), smaller(a.end, b.end)}; }
 FLASH_HOST_DEVICE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Key blocks that a tile of rows visits, and those among them in which every row sees every key (no element mask needed).
+// Key blocks that a tile of rows visits, and those among them in which every row sees every key (no element mask
+// needed).
 struct BlockRange {
   int64_t begin = 0, end = 0;            // visited
   int64_t full_begin = 0, full_end = 0;  // full_begin >= full_end: none is full

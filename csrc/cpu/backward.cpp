@@ -1,9 +1,10 @@
-// Backward: Algorithm 4 of the FlashAttention paper, key-stationary and in parallel over (sequence, key/value head, chunk of keys).
+// Backward: Algorithm 4 of the FlashAttention paper, key-stationary and in parallel over (sequence, key/value head,
+// chunk of keys).
 //
-// A chunk owns its dK and dV: it adds to them in a fixed order of query tiles. dQ needs every chunk: a chunk puts its part of a query
-// tile's dQ into a slot of its own, and the slots are summed in the order of the chunks. So all three gradients come out the same
-// on any number of threads, one long head still feeds every core, and memory stays bounded: query tiles are taken kPhaseTiles at a
-// time (a phase), so there are only kPhaseTiles slots per chunk.
+// A chunk owns its dK and dV: it adds to them in a fixed order of query tiles. dQ needs every chunk: a chunk puts its
+// part of a query tile's dQ into a slot of its own, and the slots are summed in the order of the chunks. So all three
+// gradients come out the same on any number of threads, one long head still feeds every core, and memory stays bounded:
+// query tiles are taken kPhaseTiles at a time (a phase), so there are only kPhaseTiles slots per chunk.
 #include "cpu/attention.h"
 #include "cpu/backward_passes.h"
 #include "cpu/gradient_tile.h"
@@ -23,13 +24,13 @@ struct Unit {
 };
 
 struct Chunk {
-  int64_t unit;      // in the wave
-  int64_t index;     // in the unit
-  int64_t first_acc; // row of the accumulators
+  int64_t unit;       // in the wave
+  int64_t index;      // in the unit
+  int64_t first_acc;  // row of the accumulators
 };
 
-// Chunks are long, so that packing a query tile is paid over many keys, but there shall be some 64 of them for the threads.
-// A function of the shape alone: it decides the order of summation.
+// Chunks are long, so that packing a query tile is paid over many keys, but there shall be some 64 of them for the
+// threads. A function of the shape alone: it decides the order of summation.
 int64_t chunk_keys(const AttentionParams& p, const Sequences& sequences, TileSize size) {
   const int64_t units = std::max<int64_t>(1, p.batch * p.heads_k);
   const int64_t wanted = divide_up(sequences.longest_k * units, 64);
@@ -83,8 +84,8 @@ class MainPass {
   void add_unit(int64_t unit) {
     const Sequence& s = sequences_.all[unit / p_.heads_k];
     const int64_t chunks = divide_up(s.k.length, chunk_keys_), query_blocks = divide_up(s.q.length, size_.rows);
-    units_.push_back({&s, unit % p_.heads_k, static_cast<int64_t>(chunks_.size()), chunks, query_blocks,
-                      query_blocks * p_.group()});
+    units_.push_back(
+        {&s, unit % p_.heads_k, static_cast<int64_t>(chunks_.size()), chunks, query_blocks, query_blocks * p_.group()});
     for (int64_t c = 0; c < chunks; ++c)
       chunks_.push_back({static_cast<int64_t>(units_.size()) - 1, c, accumulator_rows_ + c * chunk_keys_});
     accumulator_rows_ += s.k.length;
@@ -101,7 +102,8 @@ class MainPass {
     dk_ = dk.piece(0);
     dv_ = dv.piece(0);
     for (int64_t phase = 0; phase < phases; ++phase) {
-      pool_.for_each(chunks, [&](int worker, int64_t c) { run_chunk(worker, chunks_[c], c, phase, slots, written.data()); });
+      pool_.for_each(chunks,
+                     [&](int worker, int64_t c) { run_chunk(worker, chunks_[c], c, phase, slots, written.data()); });
       if (wants_dq()) {
         pool_.for_each(static_cast<int64_t>(units_.size()) * kPhaseTiles, [&](int worker, int64_t i) {
           sum_slots(worker, units_[i / kPhaseTiles], phase * kPhaseTiles + i % kPhaseTiles, slots, written.data());
@@ -133,7 +135,8 @@ class MainPass {
       written[slot_row * kPhaseTiles + t % kPhaseTiles] = !seen.empty();
       if (seen.empty()) continue;
       pack_keys(unit, keys, seen, packed, buffers);
-      run_tile(head, rows, keys, seen, buffers, dk, dv, slots.piece(wants_dq() ? slot_row * kPhaseTiles + t % kPhaseTiles : 0));
+      run_tile(head, rows, keys, seen, buffers, dk, dv,
+               slots.piece(wants_dq() ? slot_row * kPhaseTiles + t % kPhaseTiles : 0));
     }
     if (phase == last_phase) {
       write_keys(p_.dk, unit, keys, p_.dim, dim_lanes_, dk, Real(1));
@@ -168,8 +171,8 @@ class MainPass {
     packed = {std::min(seen.begin, packed.begin), std::max(seen.end, packed.end)};
   }
 
-  void run_tile(const HeadContext<Real>& head, Range rows, Range chunk, Range seen, const WorkerBuffers& buffers, Real* dk,
-                Real* dv, Real* slot) const {
+  void run_tile(const HeadContext<Real>& head, Range rows, Range chunk, Range seen, const WorkerBuffers& buffers,
+                Real* dk, Real* dv, Real* slot) const {
     const MicroKernels<Real>& kernels = micro_kernels<Real>();
     const GradientTile<Real>& tile = buffers.tile;
     const int64_t lanes = tile.lanes;
@@ -180,10 +183,11 @@ class MainPass {
       if (keys.empty()) continue;
       const int64_t at = keys.begin - chunk.begin;
       const Real* k_rows = buffers.k_rows + at * p_.dim;
-      tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k_rows, buffers.v_rows + at * p_.dim_v);
+      tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k_rows,
+                   buffers.v_rows + at * p_.dim_v);
       if (wants_dv()) {
-        kernels.multiply({keys.size(), rows.size(), dim_v_lanes_, tile.probabilities, lanes, 1, tile.dout_rows, dim_v_lanes_,
-                          dv + at * dim_v_lanes_, dim_v_lanes_, true});
+        kernels.multiply({keys.size(), rows.size(), dim_v_lanes_, tile.probabilities, lanes, 1, tile.dout_rows,
+                          dim_v_lanes_, dv + at * dim_v_lanes_, dim_v_lanes_, true});
       }
       if (wants_dk()) {
         kernels.multiply({keys.size(), rows.size(), dim_lanes_, tile.dscores, lanes, 1, tile.q_rows, dim_lanes_,
@@ -231,8 +235,8 @@ class MainPass {
     const Rows& q = unit.sequence->q;
     const int64_t head = unit.head_k * p_.group() + t / unit.query_blocks;
     std::fill(buffers.factor, buffers.factor + lanes, static_cast<Real>(p_.score.scale));
-    unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin), rows.size(), p_.dim, buffers.factor,
-                 sum, lanes);
+    unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin), rows.size(), p_.dim,
+                 buffers.factor, sum, lanes);
   }
 
   bool wants_dq() const { return p_.dq.data != nullptr; }
@@ -248,7 +252,7 @@ class MainPass {
   const int64_t packed_keys_;  // the same, but no more than the longest sequence has
   const int64_t dim_lanes_, dim_v_lanes_;
   const Workspace<Real> workspace_;
-  std::vector<Unit> units_;    // of the current wave
+  std::vector<Unit> units_;  // of the current wave
   std::vector<Chunk> chunks_;
   int64_t accumulator_rows_ = 0;
   Real *dk_ = nullptr, *dv_ = nullptr;
@@ -263,7 +267,8 @@ void backward_as(const BwdParams& p, const ThreadPool& pool) {
   const Workspace<Real> deltas(1, (packed ? 1 : p.batch) * p.heads * rows);
   const RowArray delta{deltas.piece(0), packed ? 0 : p.heads * rows, rows};
   prepare_pass<Real>(p, sequences, delta, threads);
-  if (p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr) main_pass<Real>(p, sequences, delta, threads);
+  if (p.dq.data != nullptr || p.dk.data != nullptr || p.dv.data != nullptr)
+    main_pass<Real>(p, sequences, delta, threads);
   if (p.dbias.given()) bias_pass<Real>(p, sequences, delta, threads);
 }
 

@@ -1,6 +1,6 @@
-// dbias: dS summed over everything that the bias broadcasts over. One item is a block of the bias itself and adds up all that falls
-// into it, in a fixed order and in fp32 (fp64): no two items share an element, so nothing races and the sum is repeatable.
-// The price is that S and dP are computed once more, and only when the bias wants a gradient.
+// dbias: dS summed over everything that the bias broadcasts over. One item is a block of the bias itself and adds up
+// all that falls into it, in a fixed order and in fp32 (fp64): no two items share an element, so nothing races and the
+// sum is repeatable. The price is that S and dP are computed once more, and only when the bias wants a gradient.
 #include "cpu/backward_passes.h"
 #include "cpu/gradient_tile.h"
 
@@ -23,7 +23,8 @@ class BiasPass {
         workspace_(pool.threads, WorkerBuffers(nullptr, *this).reals) {}
 
   void run() const {
-    const int64_t row_blocks = divide_up(p_.bias_rows, block_rows_), column_blocks = divide_up(p_.bias_columns, block_columns_);
+    const int64_t row_blocks = divide_up(p_.bias_rows, block_rows_),
+                  column_blocks = divide_up(p_.bias_columns, block_columns_);
     pool_.for_each(p_.bias_batch * p_.bias_heads * row_blocks * column_blocks, [&](int worker, int64_t item) {
       const int64_t column_block = item % column_blocks, row_block = item / column_blocks % row_blocks;
       const int64_t head = item / column_blocks / row_blocks % p_.bias_heads;
@@ -83,7 +84,8 @@ class BiasPass {
   void add_head(const HeadContext<Real>& head, const Block& block, const WorkerBuffers& buffers) const {
     const Rows& q = head.sequence.q;
     const Rows& k = head.sequence.k;
-    const Range rows = positions(block.rows, broadcast_rows(), q), keys = positions(block.columns, broadcast_columns(), k);
+    const Range rows = positions(block.rows, broadcast_rows(), q),
+                keys = positions(block.columns, broadcast_columns(), k);
     for (int64_t m = rows.begin; m < rows.end; m += size_.rows) {
       const Range tile_rows = intersect({m, m + size_.rows}, rows);
       const Range seen = intersect(keys, head.visibility.keys_of_any(tile_rows));
@@ -92,11 +94,12 @@ class BiasPass {
       for (int64_t n = seen.begin; n < seen.end; n += size_.keys) {
         const Range tile_keys = intersect({n, n + size_.keys}, seen);
         const int64_t head_k = head.head / p_.group(), row = k.first() + tile_keys.begin;
-        pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, head_k, row), tile_keys.size(), p_.dim, Real(1), buffers.k_rows, p_.dim);
-        pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, head_k, row), tile_keys.size(), p_.dim_v, Real(1), buffers.v_rows,
-                  p_.dim_v);
-        buffers.tile.compute(p_, head, {tile_rows.begin, tile_rows.size(), tile_keys.begin, tile_keys.size()}, buffers.k_rows,
-                             buffers.v_rows);
+        pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, head_k, row), tile_keys.size(), p_.dim, Real(1), buffers.k_rows,
+                  p_.dim);
+        pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, head_k, row), tile_keys.size(), p_.dim_v, Real(1),
+                  buffers.v_rows, p_.dim_v);
+        buffers.tile.compute(p_, head, {tile_rows.begin, tile_rows.size(), tile_keys.begin, tile_keys.size()},
+                             buffers.k_rows, buffers.v_rows);
         add_tile(tile_rows, tile_keys, q, k, block, buffers);
       }
     }
@@ -107,7 +110,8 @@ class BiasPass {
     return broadcast ? all : intersect(all, {of_bias.begin - rows.leftpad, of_bias.end - rows.leftpad});
   }
 
-  void add_tile(Range rows, Range keys, const Rows& q, const Rows& k, const Block& block, const WorkerBuffers& buffers) const {
+  void add_tile(Range rows, Range keys, const Rows& q, const Rows& k, const Block& block,
+                const WorkerBuffers& buffers) const {
     const int64_t lanes = size_.rows;
     for (int64_t i = rows.begin; i < rows.end; ++i) {
       Real* sum = buffers.sum + (broadcast_rows() ? 0 : (i + q.leftpad - block.rows.begin) * block_columns_);

@@ -66,9 +66,11 @@ void with_storer(DataType dtype, void* data, int64_t offset, Body&& body) {
     case DataType::kFloat32:
       return body([p = static_cast<float*>(data) + offset](int64_t i, Real x) { p[i] = static_cast<float>(x); });
     case DataType::kFloat16:
-      return body([p = static_cast<uint16_t*>(data) + offset](int64_t i, Real x) { p[i] = to_fp16(static_cast<float>(x)); });
+      return body(
+          [p = static_cast<uint16_t*>(data) + offset](int64_t i, Real x) { p[i] = to_fp16(static_cast<float>(x)); });
     case DataType::kBFloat16:
-      return body([p = static_cast<uint16_t*>(data) + offset](int64_t i, Real x) { p[i] = to_bf16(static_cast<float>(x)); });
+      return body(
+          [p = static_cast<uint16_t*>(data) + offset](int64_t i, Real x) { p[i] = to_bf16(static_cast<float>(x)); });
   }
 }
 

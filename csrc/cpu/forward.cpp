@@ -1,5 +1,6 @@
-// Forward: Algorithm 1 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention" (2022). One item is a block of query rows of one head; it walks
-// the key blocks that its rows see, keeps the running maximum m and sum ℓ and the unnormalised output O^T, and normalises once.
+// Forward: Algorithm 1 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention" (2022). One item is a block of query rows of one
+// head; it walks the key blocks that its rows see, keeps the running maximum m and sum ℓ and the unnormalised output
+// O^T, and normalises once.
 #include "cpu/attention.h"
 #include "cpu/schedule.h"
 #include "cpu/tile.h"
@@ -30,7 +31,8 @@ struct Buffers {
 
 // m, ℓ, O^T over all visible key blocks.
 template <class Real>
-void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, TileSize size, const Buffers<Real>& buffers) {
+void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, TileSize size,
+                const Buffers<Real>& buffers) {
   const MicroKernels<Real>& kernels = micro_kernels<Real>();
   const int64_t lanes = size.rows, head_k = head.head / p.group();
   const Rows& q = head.sequence.q;
@@ -46,8 +48,8 @@ void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, T
     // Only keys that some row sees are read.
     const Range keys = intersect({n * size.keys, (n + 1) * size.keys}, head.visibility.keys_of_any(rows));
     const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
-    pack_rows(p.dtype, p.k, p.k.offset(k.batch, head_k, k.first() + keys.begin), keys.size(), p.dim, Real(1), buffers.k_rows,
-              p.dim);
+    pack_rows(p.dtype, p.k, p.k.offset(k.batch, head_k, k.first() + keys.begin), keys.size(), p.dim, Real(1),
+              buffers.k_rows, p.dim);
     pack_rows(p.dtype, p.v, p.v.offset(k.batch, head_k, k.first() + keys.begin), keys.size(), p.dim_v, Real(1),
               buffers.v_rows, p.dim_v);
 
@@ -69,7 +71,8 @@ void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, T
 
 // The sink joins the sum, O is normalised, the statistics are written.
 template <class Real>
-void finish(const FwdParams& p, const HeadContext<Real>& head, Range rows, const Buffers<Real>& buffers, int64_t lanes) {
+void finish(const FwdParams& p, const HeadContext<Real>& head, Range rows, const Buffers<Real>& buffers,
+            int64_t lanes) {
   const Rows& q = head.sequence.q;
   const Real keep_scale = static_cast<Real>(p.dropout.keep_scale);
   Real* factor = buffers.rescale;

@@ -1,4 +1,5 @@
-// The heart of backward, for the main pass and the bias pass: P and dS of one tile, recomputed from Q, K, V and the statistics.
+// The heart of backward, for the main pass and the bias pass: P and dS of one tile, recomputed from Q, K, V and the
+// statistics.
 //
 //   P = exp2((S - R) · log2 e - log2 ℓ),   dP = V dO^T (dropped like P),   dS = P ∘ (dP - delta),   delta = rowsum(dO ∘ O) - dLSE
 #pragma once
@@ -11,10 +12,10 @@ template <class Real>
 struct GradientTile {
   Real *q_lanes, *q_rows;        // [dim][lane] and [row][dim_lanes], both times scale
   Real *dout_lanes, *dout_rows;  // [dim_v][lane] and [row][dim_v_lanes]
-  Real *probabilities;           // [key][lane]: P, after dropout but without its factor 1 / (1 - p)
-  Real *dlogits;                 // [key][lane]: dS with respect to the logits (what a bias receives)
-  Real *dscores;                 // [key][lane]: dS with respect to scale · q·k
-  Real *derivative;              // of the softcap
+  Real* probabilities;           // [key][lane]: P, after dropout but without its factor 1 / (1 - p)
+  Real* dlogits;                 // [key][lane]: dS with respect to the logits (what a bias receives)
+  Real* dscores;                 // [key][lane]: dS with respect to scale · q·k
+  Real* derivative;              // of the softcap
   Real *reference, *log2_sum, *delta;
   uint8_t* keep;
   int64_t lanes;
@@ -53,7 +54,8 @@ struct GradientTile {
     };
     for (int64_t r = 0; r < lanes; ++r) {
       // Lanes beyond the rows look like empty rows: P = 0.
-      const RowStatistics<Real> row = r < n ? RowStatistics<Real>{read(p.reference, r), read(p.log2_sum, r)} : RowStatistics<Real>{};
+      const RowStatistics<Real> row =
+          r < n ? RowStatistics<Real>{read(p.reference, r), read(p.log2_sum, r)} : RowStatistics<Real>{};
       reference[r] = row.reference;
       log2_sum[r] = log2_sum_for_backward(row);
       delta[r] = r < n ? read(deltas, r) : Real(0);

@@ -1,6 +1,6 @@
-// The seam between the tile loop and the instruction sets: everything that costs time per element of a tile is one of these
-// functions. A tile keeps query rows along its lanes: S^T is [key][lane], so softmax never reduces across a vector, and every
-// product of forward and backward has the one form C[row][lane] += A[row][depth] · B[depth][lane].
+// The seam between the tile loop and the instruction sets: everything that costs time per element of a tile is one of
+// these functions. A tile keeps query rows along its lanes: S^T is [key][lane], so softmax never reduces across a
+// vector, and every product of forward and backward has the one form C[row][lane] += A[row][depth] · B[depth][lane].
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ struct Product {
   bool accumulate;
 };
 
-// One step of the online softmax over scores [keys][lanes] (paper, Algorithm 1, lines 10 to 12): updates the running maximum and
-// sum, turns the scores into exp(S - maximum), and returns in `rescale` what earlier sums and outputs must be multiplied by.
-// Returns whether any lane's factor differs from 1.
+// One step of the online softmax over scores [keys][lanes] (paper, Algorithm 1, lines 10 to 12): updates the running
+// maximum and sum, turns the scores into exp(S - maximum), and returns in `rescale` what earlier sums and outputs must
+// be multiplied by. Returns whether any lane's factor differs from 1.
 template <class Real>
 struct SoftmaxStep {
   int64_t keys, lanes;

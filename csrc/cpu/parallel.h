@@ -38,8 +38,8 @@ struct ThreadPool {
   int workers(int64_t items) const { return static_cast<int>(items < threads ? items : threads); }
 };
 
-// Scratch for all workers of a region, taken before the region starts: running out of memory is then an exception on the
-// caller's thread. Every piece starts on a cache line.
+// Scratch for all workers of a region, taken before the region starts: running out of memory is then an exception on
+// the caller's thread. Every piece starts on a cache line.
 template <class Real>
 class Workspace {
  public:

@@ -24,8 +24,8 @@ struct Sequences {
   }
 };
 
-// Items (sequence, unit, block): `units` heads of each sequence, each cut into blocks of `block` rows. The item list itself is never
-// stored: one running count per sequence finds an item again.
+// Items (sequence, unit, block): `units` heads of each sequence, each cut into blocks of `block` rows. The item list
+// itself is never stored: one running count per sequence finds an item again.
 class BlockItems {
  public:
   struct Item {
@@ -47,7 +47,9 @@ class BlockItems {
     return {s, rest / blocks, rest % blocks};
   }
 
-  int64_t blocks_of(int64_t sequence) const { return units_ == 0 ? 0 : (first_[sequence + 1] - first_[sequence]) / units_; }
+  int64_t blocks_of(int64_t sequence) const {
+    return units_ == 0 ? 0 : (first_[sequence + 1] - first_[sequence]) / units_;
+  }
 
  private:
   int64_t units_;

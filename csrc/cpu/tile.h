@@ -90,9 +90,9 @@ struct TilePlace {
   Range key_range() const { return {first_key, first_key + keys}; }
 };
 
-// The logits of a tile from packed operands: S^T = K · (scale Q)^T, softcap, ALiBi, bias; -inf where a row does not see a key.
-// `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold finite values
-// if K is finite, and nothing reads them.
+// The logits of a tile from packed operands: S^T = K · (scale Q)^T, softcap, ALiBi, bias; -inf where a row does not see
+// a key. `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold finite
+// values if K is finite, and nothing reads them.
 template <class Real>
 void logits(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& tile, const Real* q_lanes,
             const Real* k_rows, Real* scores, Real* softcap_derivative, int64_t lanes) {
@@ -109,9 +109,11 @@ void logits(const AttentionParams& p, const HeadContext<Real>& head, const TileP
   if (head.alibi_slope != 0) {
     for (int64_t j = 0; j < tile.keys; ++j)
       for (int64_t r = 0; r < tile.rows; ++r)
-        scores[j * lanes + r] += alibi(head.alibi_slope, tile.first_row + r, tile.first_key + j, head.visibility.diagonal);
+        scores[j * lanes + r] +=
+            alibi(head.alibi_slope, tile.first_row + r, tile.first_key + j, head.visibility.diagonal);
   }
-  const int64_t bias_row = head.sequence.q.leftpad + tile.first_row, bias_column = head.sequence.k.leftpad + tile.first_key;
+  const int64_t bias_row = head.sequence.q.leftpad + tile.first_row,
+                bias_column = head.sequence.k.leftpad + tile.first_key;
   if (p.bias.given()) {
     for (int64_t r = 0; r < tile.rows; ++r) {
       const int64_t offset = p.bias.offset(head.sequence.index, head.head, bias_row + r, bias_column);

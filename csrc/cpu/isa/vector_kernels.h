@@ -1,6 +1,6 @@
-// The micro-kernels, written once over a vector type of kVectorBytes; each isa/*.cpp instantiates them under its own flags.
-// All of it has internal linkage: inline code compiled for a newer instruction set and merged by the linker would crash older CPUs.
-// For the same reason nothing here calls a library function.
+// The micro-kernels, written once over a vector type of kVectorBytes; each isa/*.cpp instantiates them under its own
+// flags. All of it has internal linkage: inline code compiled for a newer instruction set and merged by the linker
+// would crash older CPUs. For the same reason nothing here calls a library function.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,8 @@ struct Bits<float> {
   static constexpr int kMantissa = 23;
   static constexpr int kMinExponent = -126, kMaxExponent = 128;
   static constexpr int kDegree = 7;
-  static constexpr float kRound = 12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, which is left in the low bits
+  static constexpr float kRound =
+      12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, which is left in the low bits
 };
 template <>
 struct Bits<double> {
@@ -38,7 +39,8 @@ struct Vectors {
   using Int = typename Bits<Real>::Int;
   typedef Real Vector __attribute__((vector_size(kVectorBytes)));
   typedef Int Integers __attribute__((vector_size(kVectorBytes)));
-  typedef typename Bits<Real>::Word Words __attribute__((vector_size(kVectorBytes)));  // wrap where Integers would overflow
+  typedef typename Bits<Real>::Word Words
+      __attribute__((vector_size(kVectorBytes)));  // wrap where Integers would overflow
 
   static Vector load(const Real* p) {
     Vector v;
@@ -52,8 +54,8 @@ struct Vectors {
   }
   static Vector maximum(Vector a, Vector b) { return select(a > b, a, b); }
 
-  // 2^x. Exactly 1 at 0, exactly 0 below the smallest normal number, +inf from 2^128 (2^1024) on, NaN for NaN.
-  // x = n + f with |f| <= 1/2; 2^f by its Taylor series, whose rest is below 1e-8 (fp32, degree 7) and 1e-17 (fp64, degree 13).
+  // 2^x. Exactly 1 at 0, exactly 0 below the smallest normal number, +inf from 2^128 (2^1024) on, NaN for NaN. x = n +
+  // f with |f| <= 1/2; 2^f by its Taylor series, whose rest is below 1e-8 (fp32, degree 7) and 1e-17 (fp64, degree 13).
   static Vector exp2(Vector x) {
     constexpr double kLn2 = 0.693147180559945309417232121458176568;
     const Vector most = broadcast(Real(Bits<Real>::kMaxExponent));
@@ -142,7 +144,9 @@ struct Vectors {
     }
   }
 
-  static constexpr MicroKernels<Real> kernels(const char* name) { return {name, multiply, softmax_step, probabilities}; }
+  static constexpr MicroKernels<Real> kernels(const char* name) {
+    return {name, multiply, softmax_step, probabilities};
+  }
 };
 
 }  // namespace
