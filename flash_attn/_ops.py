@@ -132,7 +132,7 @@ def backward(
     return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
 
 
-# ---- Fake kernels: shapes, dtypes and strides of the real ones --------------------------------------------------------
+# ---- Fake kernels: shapes, dtypes and strides of the real ones ------------------------------------------------------
 
 
 def _fake_forward(q, k, v, bias, sink, *options):  # noqa: ANN001, ANN002, ANN202 (a schema's arguments)

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch, under the options of `flash_attn_func`: Algorithm 0 of the paper, to compare with, and Algorithm 1, to read."""
+"""Attention in plain PyTorch, with the options of `flash_attn_func`: Algorithm 0, to compare with, and 1, to read."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def standard_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Standard attention, which writes the seqlen_q × seqlen_k matrices to memory: the baseline, on any device.
 
-    Matrix products in q's dtype, softmax in fp32 (fp64 for fp64), gradients by autograd, to any order. Arguments, results and
-    errors as in `flash_attn_func`; dense layout only.
+    Matrix products in q's dtype, softmax in fp32 (fp64 for fp64), gradients by autograd, to any order. Arguments,
+    results and errors as in `flash_attn_func`; dense layout only.
 
     Source: the FlashAttention paper (2022), Algorithm 0.
     """
@@ -56,7 +56,7 @@ def standard_attention(
         leftpad_k=leftpad_k,
         dropout_seed=dropout_seed,
     )
-    out, lse = reference.standard_forward(q, k, v, bias, sink, problem)
+    out, lse = reference.standard_forward(q, k, v, bias, sink, checks.draw_seed(problem, q))
     return (out, lse) if return_lse else out
 
 
@@ -82,7 +82,7 @@ def tiled_attention(
     dropout_seed: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """FlashAttention in plain PyTorch, written to be read (reference.py): tiles, online softmax, linear memory, any device.
+    """FlashAttention in plain PyTorch, written to be read (reference.py): tiles, linear memory, any device.
 
     Source: the FlashAttention paper (2022), Algorithms 1 and 4.
 

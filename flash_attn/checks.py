@@ -1,8 +1,8 @@
 """Every rule about arguments, written once. What passes here is a `Problem` that all backends understand alike.
 
-Tensors raise RuntimeError (shape, dtype, device), options that are no tensors ValueError, combinations that nothing serves
-NotImplementedError; each message names the argument, its value and the rule. Real, meta and fake tensors get the same
-answers. Nothing here reads the contents of a tensor, except `validate`, which says so.
+Tensors raise RuntimeError (shape, dtype, device), options that are no tensors ValueError, combinations that nothing
+serves NotImplementedError; each message names the argument, its value and the rule. Real, meta and fake tensors get the
+same answers. Nothing here reads the contents of a tensor, except `validate`, which says so.
 """
 
 from __future__ import annotations
@@ -153,19 +153,23 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int, heads: int) -> Te
     return alibi_slopes.detach().to(dtype).reshape(-1, heads) if heads else alibi_slopes.detach().to(dtype).view(1, 0)
 
 
-def seed(dropout_seed: Tensor | None, dropout_p: float, q: Tensor) -> Tensor | None:
-    """The seed of this call, drawn from torch's generator on q's device where none is given; None where nothing is dropped."""
-    if dropout_seed is not None:
-        require_tensor("dropout_seed", dropout_seed)
-        rule = "must be int64 of shape (2,)"
-        fits = dropout_seed.dtype == torch.int64 and tuple(dropout_seed.shape) == (2,)
-        require(fits, "dropout_seed", show(dropout_seed), rule)
-        on_device_of_q("dropout_seed", dropout_seed, q)
-    if int(dropout_p * 65536 + 0.5) == 0:
+def seed(dropout_seed: Tensor | None, q: Tensor) -> Tensor | None:
+    if dropout_seed is None:
         return None
-    if dropout_seed is not None:
-        return dropout_seed.contiguous()
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+    require_tensor("dropout_seed", dropout_seed)
+    fits = dropout_seed.dtype == torch.int64 and tuple(dropout_seed.shape) == (2,)
+    require(fits, "dropout_seed", show(dropout_seed), "must be int64 of shape (2,)")
+    on_device_of_q("dropout_seed", dropout_seed, q)
+    return dropout_seed.contiguous()
+
+
+def draw_seed(problem: Problem, q: Tensor) -> Problem:
+    """The last step before a call that drops: a seed from torch's generator on q's device, if none was given."""
+    if not problem.drops:
+        return problem._replace(dropout_seed=None)
+    if problem.dropout_seed is not None:
+        return problem
+    return problem._replace(dropout_seed=torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device))
 
 
 # ---- The whole call -------------------------------------------------------------------------------------------------
@@ -200,6 +204,7 @@ def attention(
 ) -> tuple[Tensor | None, Tensor | None, Problem]:
     """Checks one call. Returns bias (4-D) and sink (compute dtype), still attached to autograd, and the Problem.
 
+    No seed is drawn yet (`draw_seed`): an error leaves torch's generator as it was.
     `seqlen_q`: the length of the query side where q holds only some of its rows.
     """
     is_varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -252,7 +257,7 @@ def attention(
         upper_left=upper_left,
         softcap=softcap,
         dropout_p=dropout_p,
-        dropout_seed=seed(dropout_seed, dropout_p, q),
+        dropout_seed=seed(dropout_seed, q),
         alibi_slopes=slopes(alibi_slopes, q, batch, heads),
         mask=mask,
         cu_seqlens_q=cu_seqlens_q,
@@ -294,7 +299,7 @@ def validate(
     leftpad_q: Tensor | None = None,
     leftpad_k: Tensor | None = None,
 ) -> None:
-    """Checks what cu_seqlens, lengths and left pads *contain*. Waits for the device: the kernels never do, so call this to debug.
+    """Checks what cu_seqlens, lengths and left pads *contain*. It waits for the device, as kernels never do: to debug.
 
     On the CPU every attention call does it anyway. Arguments are those of the attention functions.
 

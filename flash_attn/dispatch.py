@@ -1,4 +1,4 @@
-"""One attention call from end to end: check it, choose a backend, run it under autograd. Every public function ends here."""
+"""One call from end to end: check it, choose a backend, run it under autograd. Every public function ends here."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def choose_backend(backend: str, q: Tensor) -> str:
         )
     if device not in ("cpu", "meta"):
         raise NotImplementedError(
-            f'backend="{backend}" has no kernel for {device} tensors yet; backend="reference" computes the same in plain '
-            "PyTorch on any device"
+            f'backend="{backend}" has no kernel for {device} tensors yet; backend="reference" computes the same in '
+            "plain PyTorch on any device"
         )
     if not (available := _ops.is_available("cpu")):
         raise NotImplementedError(
@@ -105,14 +105,17 @@ def attention(
         dropout_seed=dropout_seed,
         upper_left=upper_left,
     )
-    if return_attn_probs and problem.dropout_seed is not None:
+    if return_attn_probs and problem.drops:
         raise NotImplementedError(
             "return_attn_probs=True with dropout_p > 0: S_dmask is not built yet; `dropout_mask` gives the mask and "
             "`attention_probs` the weights"
         )
     backend = choose_backend(backend, q)
-    if backend == "reference" and q.device.type != "meta":
-        checks.validate_problem(q, k, problem)  # that backend reads the lengths on the host anyway
+    if problem.has_lengths and q.device.type != "meta" and (backend == "reference" or problem.drops):
+        # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,
+        # which is too late to leave the generator untouched where a seed is drawn.
+        checks.validate_problem(q, k, problem)
+    problem = checks.draw_seed(problem, q)
     out, lse = autograd.attention(q, k, v, bias, sink, problem, backend)
     if return_attn_probs:
         return out, lse, out.new_empty(0)

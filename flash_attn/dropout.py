@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flash_attn.problem import draw_threshold
+
 MASK_32 = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -18,11 +20,6 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 DRAW_VALUES = 1 << 16  # a draw is a uniform 16-bit number
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def draw_threshold(dropout_p: float) -> int:
-    """round(p * 65536): a probability is kept iff its 16-bit draw is >= this. 0 means no dropout at all."""
-    return int(dropout_p * DRAW_VALUES + 0.5)
 
 
 def keep_scale(dropout_p: float) -> float:

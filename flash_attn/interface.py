@@ -38,10 +38,11 @@ def flash_attn_func(
 
     Args:
         q: (batch, seqlen_q, heads, dim), fp16, bf16, fp32 or fp64.
-        k: (batch, seqlen_k, heads_k, dim), q's dtype and device; heads_k divides heads, and query head h reads key/value head
-            h // (heads / heads_k) (grouped and multi-query attention).
+        k: (batch, seqlen_k, heads_k, dim), q's dtype and device; heads_k divides heads, and query head h reads
+            key/value head h // (heads / heads_k) (grouped and multi-query attention).
         v: (batch, seqlen_k, heads_k, dim_v); dim_v may differ from dim.
-        dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by 1 / (1 - dropout_p).
+        dropout_p: probability in [0, 1] with which a weight is dropped; the others are multiplied by 1 / (1 -
+            dropout_p).
         softmax_scale: multiplies q·k; None = 1 / sqrt(dim).
         causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (aligned to the lower right corner).
         window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left ... + right, both ends included;
@@ -50,23 +51,24 @@ def flash_attn_func(
         alibi_slopes: (heads,) or (batch, heads), fp32: adds -slope · |i + seqlen_k - seqlen_q - j|. A constant.
         deterministic: bitwise repeatable dq (dk and dv always are; the CPU backend repeats everything).
         return_attn_probs: return (out, lse, S_dmask); for dropout_p = 0, S_dmask is an empty tensor.
-        bias: added to the logits: q's dtype or fp32, broadcastable to (batch, heads, seqlen_q, seqlen_k), differentiable.
-            -inf hides a key like a mask does.
+        bias: added to the logits: q's dtype or fp32, broadcastable to (batch, heads, seqlen_q, seqlen_k),
+            differentiable. -inf hides a key like a mask does.
         mask: bool, broadcastable to (batch, heads, seqlen_q, seqlen_k), True = may attend.
         block_mask: not built yet.
         learnable_sink: (heads,), a logit per head that joins the softmax's denominator only; differentiable.
         seqused_q, seqused_k: int32 or int64 (batch,): rows of q (of k and v) from this one on are padding.
         leftpad_q, leftpad_k: int32 or int64 (batch,): rows before this one are padding. The sequence is what lies in
-            [leftpad, seqused): positions and seqlen_q, seqlen_k above count within it; rows and columns of bias and mask
-            are those of the tensors.
+            [leftpad, seqused): positions and seqlen_q, seqlen_k above count within it; rows and columns of bias and
+            mask are those of the tensors.
         dropout_seed: int64 (2,); None draws it from torch's generator, so that `torch.manual_seed` repeats it.
         return_lse: return (out, lse).
-        backend: "auto" takes the fastest that serves the call; "cpu", "reference" (plain PyTorch, any device), "mma_sync", "wgmma".
+        backend: "auto" takes the fastest that serves the call; "cpu", "reference" (plain PyTorch, any device),
+            "mma_sync", "wgmma".
 
     Returns:
-        out (batch, seqlen_q, heads, dim_v) in q's dtype. lse, the log-sum-exp of the logits (natural log, sink included),
-        (batch, heads, seqlen_q), fp32 (fp64 for fp64), differentiable. A query that sees nothing, or is padding: out 0,
-        lse -inf, gradients 0.
+        out (batch, seqlen_q, heads, dim_v) in q's dtype. lse, the log-sum-exp of the logits (natural log, sink
+        included), (batch, heads, seqlen_q), fp32 (fp64 for fp64), differentiable. A query that sees nothing, or is
+        padding: out 0, lse -inf, gradients 0.
 
     Raises:
         RuntimeError: shapes, dtypes or devices of tensors, or the contents of lengths. ValueError: other options.
@@ -74,7 +76,8 @@ def flash_attn_func(
 
     Arithmetic: fp32 accumulation and softmax (fp64 for fp64); memory O(seqlen). Under autocast q, k and v are cast.
 
-    Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention: fast and memory-efficient exact attention with IO-awareness" (2022),
+    Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention: fast and memory-efficient exact attention with IO-awareness"
+        (2022),
     Algorithms 1 and 4.
 
     Equivalent to::
@@ -133,7 +136,7 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_func` with k and v in one tensor: kv (batch, seqlen_k, 2, heads_k, dim); the gradient of kv is one tensor too.
+    """`flash_attn_func` with k and v in one tensor: kv (batch, seqlen_k, 2, heads_k, dim), and so its gradient.
 
     Equivalent to: `flash_attn_func(q, kv[:, :, 0], kv[:, :, 1], ...)`.
     """
@@ -187,7 +190,7 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, ...]:
-    """`flash_attn_func` with q, k and v in one tensor: qkv (batch, seqlen, 3, heads, dim); the gradient of qkv is one tensor too.
+    """`flash_attn_func` with q, k and v in one tensor: qkv (batch, seqlen, 3, heads, dim), and so its gradient.
 
     Equivalent to: `flash_attn_func(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], ...)`.
     """
@@ -252,16 +255,16 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads, dim); k: (total_k, heads_k, dim); v: (total_k, heads_k, dim_v).
-        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,): sequence b has the rows [cu_seqlens[b], cu_seqlens[b + 1]).
-            Lengths may be 0; with `seqused_q`, `seqused_k` the sequences are shorter than their segments (gaps).
+        cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,): sequence b has the rows [cu_seqlens[b], cu_seqlens[b +
+            1]). Lengths may be 0; with `seqused_q`, `seqused_k` the sequences are shorter than their segments (gaps).
         max_seqlen_q, max_seqlen_k: at least the longest segment; rows and columns of bias and mask, which are
             broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k) and count from the start of each segment.
         block_table: not built yet.
         The others: as in `flash_attn_func`.
 
     Returns:
-        out (total_q, heads, dim_v); lse (heads, total_q). Rows that belong to no sequence: out 0, lse -inf, gradients 0;
-        they are never read.
+        out (total_q, heads, dim_v); lse (heads, total_q). Rows that belong to no sequence: out 0, lse -inf, gradients
+        0; they are never read.
 
     Equivalent to: `flash_attn_func` on each sequence alone.
     """
@@ -388,7 +391,7 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` with q, k and v in one tensor: qkv (total, 3, heads, dim).
 
-    Equivalent to: `flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, ...)`.
+    Equivalent to: `flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, ...)`.
     """
     q, k, v = checks.packed("qkv", qkv, 3, is_varlen=True)
     return dispatch.attention(
@@ -448,5 +451,5 @@ def flash_attn_with_kvcache(
         NotImplementedError: always. `flash_attn_func` with `seqused_k` and `leftpad_k` reads a dense cache.
     """
     raise NotImplementedError(
-        "flash_attn_with_kvcache is not built yet; flash_attn_func with seqused_k and leftpad_k attends to a dense cache"
+        "flash_attn_with_kvcache is not built yet; flash_attn_func with seqused_k and leftpad_k reads a dense cache"
     )

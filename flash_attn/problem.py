@@ -30,6 +30,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def draw_threshold(dropout_p: float) -> int:
+    """round(p * 65536): a weight is kept iff its 16-bit draw is >= this. 0 means no dropout at all."""
+    return int(dropout_p * 65536 + 0.5)
+
+
 class Problem(NamedTuple):
     """The checked, normalised options of one call.
 
@@ -44,7 +49,7 @@ class Problem(NamedTuple):
     upper_left: bool = False  # diagonal through (0, 0) instead of through (seqlen_q - 1, seqlen_k - 1)
     softcap: float = 0.0  # 0 = off
     dropout_p: float = 0.0
-    dropout_seed: Tensor | None = None  # int64 (2,), on q's device; None iff nothing is dropped
+    dropout_seed: Tensor | None = None  # int64 (2,), on q's device; None iff nothing is dropped (after `draw_seed`)
     alibi_slopes: Tensor | None = None  # (batch | 1, heads), fp32 (fp64 for fp64 q), q's device
     mask: Tensor | None = None  # bool (batch | 1, heads | 1, rows | 1, columns | 1): True = may attend
     cu_seqlens_q: Tensor | None = None  # int32 or int64 (batch + 1,): both or none
@@ -60,6 +65,17 @@ class Problem(NamedTuple):
     @property
     def is_varlen(self) -> bool:
         return self.cu_seqlens_q is not None
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether tensors say where the sequences are: their contents can be wrong."""
+        tables = (self.cu_seqlens_q, self.seqused_q, self.seqused_k, self.leftpad_q, self.leftpad_k)
+        return any(table is not None for table in tables)
+
+    @property
+    def drops(self) -> bool:
+        """Whether dropout drops anything: draws have 16 bits, so a smaller probability than half of 2^-16 is none."""
+        return draw_threshold(self.dropout_p) > 0
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return tuple(getattr(self, name) for name in TENSORS)

@@ -275,8 +275,8 @@ Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Te
   return call;
 }
 
-void check_contents(const AttentionParams& p, const OptionalTensor& bias, const OptionalTensor& mask) {
-  const auto check_side = [&](const RowLayout& layout, const char* side) {
+void check_contents(const AttentionParams& p, const OptionalTensor& bias, const CallOptions& options) {
+  const auto check_side = [&](const RowLayout& layout, int64_t max_seqlen, const char* side) {
     if (!has_unused_rows(layout)) return;
     if (layout.cu_seqlens.given())
       FLASH_CHECK(layout.cu_seqlens[0] >= 0 && layout.cu_seqlens[p.batch] <= layout.rows, "cu_seqlens_", side,
@@ -296,9 +296,15 @@ void check_contents(const AttentionParams& p, const OptionalTensor& bias, const 
       FLASH_CHECK(leftpad >= 0 && leftpad <= used, "leftpad_", side, "[", b, "] = ", leftpad, " must be in [0, ", used,
                   "], the used length");
     }
+    // Only now: an offset that is wrong makes wrong lengths.
+    for (int64_t b = 0; b < p.batch && layout.cu_seqlens.given(); ++b) {
+      const int64_t capacity = layout.cu_seqlens[b + 1] - layout.cu_seqlens[b];
+      FLASH_CHECK(capacity <= max_seqlen, "max_seqlen_", side, " = ", max_seqlen, " is less than the ", capacity,
+                  " rows of sequence ", b);
+    }
   };
-  check_side(p.rows_q, "q");
-  check_side(p.rows_k, "k");
+  check_side(p.rows_q, options.max_seqlen_q, "q");
+  check_side(p.rows_k, options.max_seqlen_k, "k");
 
   // Of packed sequences, bias and mask must reach every row and column, unless they broadcast.
   const auto check_extent = [&](const OptionalTensor& x, const char* name) {
@@ -313,7 +319,7 @@ void check_contents(const AttentionParams& p, const OptionalTensor& bias, const 
     }
   };
   check_extent(bias, "bias");
-  check_extent(mask, "mask");
+  check_extent(options.mask, "mask");
 }
 
 }  // namespace flash

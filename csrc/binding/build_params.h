@@ -22,6 +22,7 @@ struct CallOptions {
   double dropout_p;
   OptionalTensor dropout_seed, alibi_slopes, mask;
   OptionalTensor cu_seqlens_q, cu_seqlens_k;
+  int64_t max_seqlen_q, max_seqlen_k;
   OptionalTensor seqused_q, seqused_k, leftpad_q, leftpad_k;
 };
 
@@ -48,6 +49,6 @@ Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Te
                         const OptionalTensor& sink, const CallOptions& options, Wanted wanted);
 
 // Reads cu_seqlens, lengths and left pads (host memory) and refuses what would lead outside the tensors.
-void check_contents(const AttentionParams& params, const OptionalTensor& bias, const OptionalTensor& mask);
+void check_contents(const AttentionParams& params, const OptionalTensor& bias, const CallOptions& options);
 
 }  // namespace flash

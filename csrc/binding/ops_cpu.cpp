@@ -29,13 +29,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor sink, double softmax_scale, bool causal,
     int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p,
     OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
-    OptionalTensor cu_seqlens_k, int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/, OptionalTensor seqused_q,
+    OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
     OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
-  const Forward call =
-      build_forward(q, k, v, bias, sink,
-                    {softmax_scale, causal, window_left, window_right, upper_left, softcap, dropout_p, dropout_seed,
-                     alibi_slopes, mask, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_q, leftpad_k});
-  check_contents(call.params, bias, mask);
+  const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
+                            dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
+                            max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+  const Forward call = build_forward(q, k, v, bias, sink, options);
+  check_contents(call.params, bias, options);
   cpu::forward(call.params, torch_pool());
   return {call.out, call.lse, call.statistics};
 }
@@ -45,15 +45,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalTensor sink, bool wants_dq, bool wants_dk, bool wants_dv, bool wants_dbias, bool wants_dsink,
     double softmax_scale, bool causal, int64_t window_left, int64_t window_right, bool upper_left, double softcap,
     double dropout_p, OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask,
-    OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t /*max_seqlen_q*/, int64_t /*max_seqlen_k*/,
+    OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k,
     bool /*deterministic*/) {
-  const Backward call =
-      build_backward(dout, dlse, q, k, v, out, statistics, bias, sink,
-                     {softmax_scale, causal, window_left, window_right, upper_left, softcap, dropout_p, dropout_seed,
-                      alibi_slopes, mask, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_q, leftpad_k},
-                     {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
-  check_contents(call.params, bias, mask);
+  const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
+                            dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
+                            max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+  const Backward call = build_backward(dout, dlse, q, k, v, out, statistics, bias, sink, options,
+                                       {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
+  check_contents(call.params, bias, options);
   cpu::backward(call.params, torch_pool());
   return {call.dq, call.dk, call.dv, call.dbias, call.dsink};
 }

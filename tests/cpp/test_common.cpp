@@ -1,4 +1,5 @@
-// csrc/common against the plain definitions, by brute force. Built with UBSan by test_common.py; prints the number of checks.
+// csrc/common against the plain definitions, by brute force. Built with UBSan by test_common.py; prints the number of
+// checks.
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -14,13 +15,13 @@
 using namespace flash;
 
 static long checks = 0;
-#define EXPECT(condition)                                                     \
-  do {                                                                        \
-    ++checks;                                                                 \
-    if (!(condition)) {                                                       \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);   \
-      std::exit(1);                                                           \
-    }                                                                         \
+#define EXPECT(condition)                                                   \
+  do {                                                                      \
+    ++checks;                                                               \
+    if (!(condition)) {                                                     \
+      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                         \
+    }                                                                       \
   } while (0)
 
 // ---- Visibility: every row/key pair against the sentence in the documentation ----
@@ -139,10 +140,12 @@ template <class Real>
 static void test_statistics(Real tolerance) {
   // A row's sum in two parts and a sink, in any order, equals the whole.
   for (Real offset : {Real(0), Real(-3), Real(1e4)}) {
-    const std::vector<Real> logits = {Real(1) + offset, Real(-2) + offset, Real(0.5) + offset, Real(4) + offset, Real(3.25) + offset};
+    const std::vector<Real> logits = {Real(1) + offset, Real(-2) + offset, Real(0.5) + offset, Real(4) + offset,
+                                      Real(3.25) + offset};
     for (size_t split = 0; split <= logits.size(); ++split) {
       Real max_a = -INFINITY, max_b = -INFINITY, sum_a = 0, sum_b = 0;
-      for (size_t x = 0; x < logits.size(); ++x) (x < split ? max_a : max_b) = std::fmax(x < split ? max_a : max_b, logits[x]);
+      for (size_t x = 0; x < logits.size(); ++x)
+        (x < split ? max_a : max_b) = std::fmax(x < split ? max_a : max_b, logits[x]);
       for (size_t x = 0; x < logits.size(); ++x)
         (x < split ? sum_a : sum_b) += std::exp(logits[x] - (x < split ? max_a : max_b));
       const Merge<Real> both = merge(max_a, max_b);
@@ -151,7 +154,8 @@ static void test_statistics(Real tolerance) {
       for (Real s : logits) exact += std::exp(double(s) - double(logits[3]));
       EXPECT(std::fabs(double(row.log2_sum) - std::log2(exact)) < tolerance);
       EXPECT(row.reference == logits[3]);
-      EXPECT(std::fabs(double(log_sum_exp(row)) - (double(logits[3]) + std::log(exact))) < tolerance * (1 + std::fabs(offset)));
+      EXPECT(std::fabs(double(log_sum_exp(row)) - (double(logits[3]) + std::log(exact))) <
+             tolerance * (1 + std::fabs(offset)));
       // P from the pair keeps full precision however large the logits are; that is what the second number is for.
       const double p = std::exp2((double(logits[4]) - row.reference) * kLog2E<double> - row.log2_sum);
       EXPECT(std::fabs(p - std::exp(double(logits[4]) - double(logits[3])) / exact) < tolerance);
@@ -178,7 +182,9 @@ static void test_philox() {
   } known[] = {
       {{{0, 0, 0, 0}}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
       {{{~0u, ~0u, ~0u, ~0u}}, {~0u, ~0u}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
-      {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}}, {0xa4093822, 0x299f31d0}, {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+      {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
+       {0xa4093822, 0x299f31d0},
+       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
   };
   for (const auto& k : known) {
     const Philox4 x = philox4x32_10(k.counter, k.key[0], k.key[1]);
@@ -194,7 +200,8 @@ static void test_groups() {
   std::set<std::pair<Group, Slot>> all;
   for (int64_t q = 0; q < 64; ++q)
     for (int64_t k = 0; k < 64; ++k) {
-      EXPECT(all.insert({{dropout_query_group(q), dropout_key_group(k)}, {dropout_query_slot(q), dropout_key_slot(k)}}).second);
+      EXPECT(all.insert({{dropout_query_group(q), dropout_key_group(k)}, {dropout_query_slot(q), dropout_key_slot(k)}})
+                 .second);
       const int64_t q0 = q - 8 * dropout_query_slot(q), k0 = k - 8 * dropout_key_slot(k);
       EXPECT(q0 % 16 < 8 && k0 % 32 < 8);
       EXPECT(dropout_query_group(q0) == dropout_query_group(q) && dropout_key_group(k0) == dropout_key_group(k));
@@ -215,11 +222,14 @@ static void test_groups() {
 
 // What a thread of a warp owns in the fp32 accumulator of mma.m16n8: c0, c1 in row lane / 4, c2, c3 eight rows below,
 // columns 2 · (lane % 4) + {0, 1} (PTX ISA; wgmma's m64nN gives each of its four warps the same picture of 16 rows).
-static std::pair<int, int> accumulator_element(int lane, int c) { return {lane / 4 + 8 * (c / 2), 2 * (lane % 4) + c % 2}; }
+static std::pair<int, int> accumulator_element(int lane, int c) {
+  return {lane / 4 + 8 * (c / 2), 2 * (lane % 4) + c % 2};
+}
 
 static void test_fragments() {
   for (int lane = 0; lane < 32; ++lane) {
-    // Forward: S is queries (m) × keys (n). Over four n8 tiles a thread needs two Philox calls and uses all eight draws of each.
+    // Forward: S is queries (m) × keys (n). Over four n8 tiles a thread needs two Philox calls and uses all eight draws
+    // of each.
     std::set<Group> forward_groups;
     std::set<std::pair<Group, Slot>> forward_draws;
     for (int tile = 0; tile < 4; ++tile)
@@ -232,8 +242,8 @@ static void test_fragments() {
       }
     EXPECT(forward_groups.size() == 2 && forward_draws.size() == 16);
 
-    // Backward, transposed: S^T is keys (m) × queries (n). Over two n8 tiles of queries one m16 tile of keys uses four draws
-    // of each of two calls, and two m16 tiles (32 keys) use all eight.
+    // Backward, transposed: S^T is keys (m) × queries (n). Over two n8 tiles of queries one m16 tile of keys uses four
+    // draws of each of two calls, and two m16 tiles (32 keys) use all eight.
     std::set<Group> backward_groups;
     std::set<std::pair<Group, Slot>> backward_draws;
     for (int key_tile = 0; key_tile < 2; ++key_tile) {

@@ -13,13 +13,13 @@ using namespace flash;
 using namespace flash::cpu;
 
 static long checks = 0;
-#define EXPECT(condition)                                                     \
-  do {                                                                        \
-    ++checks;                                                                 \
-    if (!(condition)) {                                                       \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition);   \
-      std::exit(1);                                                           \
-    }                                                                         \
+#define EXPECT(condition)                                                   \
+  do {                                                                      \
+    ++checks;                                                               \
+    if (!(condition)) {                                                     \
+      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                         \
+    }                                                                       \
   } while (0)
 
 // Value of the bits of a binary16 or bfloat16 number, by the definition of the format.
@@ -66,10 +66,12 @@ static void test_exp2(double tolerance, Real lowest) {
     micro_kernels<Real>().probabilities({1, kN, s.data(), kN, zero.data(), log2_sum.data()});
     return s[3];
   };
-  for (Real x = lowest; x < 20; x += Real(0.00731)) EXPECT(std::fabs(double(exp2_of(x)) / std::exp2(double(x)) - 1) < tolerance);
+  for (Real x = lowest; x < 20; x += Real(0.00731))
+    EXPECT(std::fabs(double(exp2_of(x)) / std::exp2(double(x)) - 1) < tolerance);
   EXPECT(exp2_of(0) == 1 && exp2_of(1) == 2 && exp2_of(-3) == Real(0.125));
   EXPECT(exp2_of(-INFINITY) == 0 && exp2_of(2 * lowest - 1000) == 0 && exp2_of(-3e38f) == 0);
-  EXPECT(std::isinf(exp2_of(INFINITY)) && std::isinf(exp2_of(2000)) && std::isnan(exp2_of(NAN)) && std::isnan(exp2_of(-Real(NAN))));
+  EXPECT(std::isinf(exp2_of(INFINITY)) && std::isinf(exp2_of(2000)) && std::isnan(exp2_of(NAN)) &&
+         std::isnan(exp2_of(-Real(NAN))));
 }
 
 template <class Real>
@@ -86,11 +88,13 @@ static void test_product(double tolerance) {
               for (Real& e : *x) e = static_cast<Real>(uniform(generator));
             const std::vector<Real> before = c;
             const int64_t row_stride = transposed ? 1 : depth, depth_stride = transposed ? rows : 1;
-            micro_kernels<Real>().multiply({rows, depth, lanes, a.data(), row_stride, depth_stride, b.data(), lanes, c.data(), lanes, accumulate});
+            micro_kernels<Real>().multiply(
+                {rows, depth, lanes, a.data(), row_stride, depth_stride, b.data(), lanes, c.data(), lanes, accumulate});
             for (int64_t r = 0; r < rows; ++r)
               for (int64_t l = 0; l < lanes; ++l) {
                 double exact = accumulate ? before[r * lanes + l] : 0;
-                for (int64_t d = 0; d < depth; ++d) exact += double(a[r * row_stride + d * depth_stride]) * b[d * lanes + l];
+                for (int64_t d = 0; d < depth; ++d)
+                  exact += double(a[r * row_stride + d * depth_stride]) * b[d * lanes + l];
                 EXPECT(std::fabs(c[r * lanes + l] - exact) < tolerance);
               }
             EXPECT(c.back() == before.back());
@@ -122,7 +126,8 @@ static void test_items() {
 int main() {
   test_conversion<5>(from_fp16, to_fp16);
   test_conversion<8>(from_bf16, to_bf16);
-  EXPECT(to_fp16(65519.0f) == 0x7BFF && to_fp16(65520.0f) == 0x7C00 && to_fp16(-1e10f) == 0xFC00 && to_fp16(1e-9f) == 0);
+  EXPECT(to_fp16(65519.0f) == 0x7BFF && to_fp16(65520.0f) == 0x7C00 && to_fp16(-1e10f) == 0xFC00 &&
+         to_fp16(1e-9f) == 0);
   test_exp2<float>(2.5e-7, -125.0f);
   test_exp2<double>(1e-15, -1021.0);
   test_product<float>(1e-5);
