@@ -77,8 +77,8 @@ class Config:
     width: int = option(256, "model width; head dim = width / heads")
     seqlen: int = option(1024, "tokens of a sequence")
     batch: int = option(2, "sequences of a step, in each process")
-    steps: int = option(50, "training steps")
-    lr: float = option(2e-3, "peak learning rate; a tenth of the steps warms up, then cosine to a tenth")
+    steps: int = option(40, "training steps")
+    lr: float = option(1e-3, "peak learning rate; a tenth of the steps warms up, then cosine to a tenth")
     dropout: float = option(0.0, "on attention probabilities, embeddings and both residual branches")
     seed: int = option(1337, "of weights, batches and dropout")
     deterministic: bool = option(True, "the same bits in every run, which an exact --resume needs (the default)")
@@ -309,8 +309,6 @@ def load_checkpoint(path: Path, identity: dict[str, Any], world: World) -> dict[
 
 def train(config: Config, text: bytes, world: World) -> dict[str, History]:
     """Trains one model for each attention, in turns, and writes checkpoints. Every process calls it."""
-    if world.size > 1:
-        dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     n_val = len(tokens) // VAL_SHARE
     batches = draw_batches(tokens[:-n_val], config.steps, config, world)
@@ -338,8 +336,6 @@ def train(config: Config, text: bytes, world: World) -> dict[str, History]:
         if world.rank == 0 and config.checkpoint_every and (n_done % config.checkpoint_every == 0 or is_last):
             state = {name: (t.model.state_dict(), t.optimizer.state_dict(), t.history) for name, t in trainers.items()}
             save_checkpoint(path, {"identity": identity, "step": n_done, "trainers": state})
-    if world.size > 1:
-        dist.destroy_process_group()
     return {name: trainer.history for name, trainer in trainers.items()}
 
 
@@ -383,7 +379,7 @@ def measure_memory(config: Config) -> Peaks:
         try:
             with ProcessPoolExecutor(1, context) as pool:
                 peaks[name][seqlen] = pool.submit(peak_memory, config, name, seqlen).result()
-        except (BrokenExecutor, RuntimeError) as error:  # the system killed it, or an allocation failed
+        except (BrokenExecutor, RuntimeError, ValueError) as error:  # out of memory, killed, no VmHWM
             tqdm.write(f"peak memory of {name} at seqlen {seqlen or config.seqlen} is unknown: {error}")
             peaks[name][seqlen] = math.nan
     return peaks
@@ -437,8 +433,8 @@ def plot(config: Config, histories: dict[str, History], peaks: Peaks) -> None:
         val, marker = (history["val_step"], history["val_loss"]), color + ("x" if i else "o")
         top.plot(*val, marker, markersize=width + 5, alpha=alpha, label=f"{name}, val")
         if i:
-            relative = [max(each, 1e-9) for each in differences(histories[first], history)[: config.steps]]  # 0: 1e-9
-            bottom.semilogy(steps, relative, color + ".", label=name)
+            relative = [max(each, 1e-9) for each in differences(histories[first], history)[: config.steps]]
+            bottom.semilogy(steps, relative, color + ".", label=f"{name} (1e-9: equal)")
         points = {n: mib for n, mib in peaks.get(name, {}).items() if n}
         axes.loglog(points.keys(), points.values(), color + ("x--" if i else "o-"), label=name)
         for n, mib in list(points.items())[-1:]:
@@ -454,7 +450,7 @@ def plot(config: Config, histories: dict[str, History], peaks: Peaks) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     for each in (top, bottom, axes):
         each.grid(alpha=0.3)
-        each.legend()
+        each.legend(loc="center right" if each is bottom else "best")
     losses.savefig(Path(config.out) / "losses.png", dpi=120)
     if peaks:
         memory.savefig(Path(config.out) / "memory.png", dpi=120)
@@ -483,7 +479,11 @@ def main(arguments: list[str] | None = None) -> int:
         config = dataclasses.replace(config, backend=choose_backend(config))
         if world.rank == 0:
             print(f"text: {origin}\nprocesses: {world.size}, CPU threads each: {torch.get_num_threads()}\n{config}")
-        histories = train(config, text, world)
+        if world.size > 1:
+            dist.init_process_group("nccl" if config.device == "cuda" else "gloo")
+        histories = train(config, text, world)  # frees its models, so that none is the last to hold the process group:
+        if world.size > 1:  # a DDP model that ends gloo does so with the GIL held, and gloo's threads may wait for that
+            dist.destroy_process_group()
     except (ValueError, OSError) as error:
         print(f"train_gpt.py: error: {error}", file=sys.stderr)
         return 2

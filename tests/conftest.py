@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import cases
-import pytest
-import torch
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch loads: spinning starves others on busy machines
+
+import cases  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 @pytest.fixture(params=[pytest.param(t, marks=cases.marks(t), id=str(t)) for t in cases.TARGETS])

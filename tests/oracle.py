@@ -218,22 +218,24 @@ def naive_attention(q, k, v, bias=None, sink=None, options: Options | None = Non
 
 
 def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: list, coherent=False) -> dict[str, float]:
-    """Rounding errors that dQ, dK, dbias and dsink cannot escape, however small they are themselves, by letter.
+    """Rounding errors that O and the gradients cannot escape, however small they are themselves, by letter.
 
     dS = P · (dP − delta) cancels: a row with one key has dS = 0, equal keys have dQ = 0, a bias along the keys gets
     Σ dS = 0. What stays is the rounding of dP and of delta = rowsum(dO · O): their sizes (as root mean squares) times
     eps of the accumulator times sqrt(dim_v) (a random walk; at least 4), and for half precision eps of O, which delta
     is made from. The error of delta is common to a row, so it adds up over keys and not as a random walk; with
-    `coherent` (equal rows) it does so over rows as well.
+    `coherent` (equal rows) it does so over rows as well. There P = exp2(S·log2 e − R) errs alike in all rows, too: an
+    argument of up to 20 costs 20/2·ln 2 ≈ 8 eps of O ("o") and dV.
     """
     dtype = q.dtype
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    eps *= max(4.0, math.sqrt(v.shape[-1]))
     eps_out = torch.finfo(dtype).eps if dtype in (torch.float16, torch.bfloat16) else 0.0
     q, k, v, out, dout = (t.detach().double() for t in (q, k, v, out, dout))
     heads, group, varlen = q.shape[-2], q.shape[-2] // max(k.shape[-2], 1), options.cu_seqlens_q is not None
     scale = abs(options.scale) if options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
     kept = 1.0 / (1.0 - options.dropout_p) ** 2 if options.dropout_p < 1 else 0.0
+    p_error, o_size, dv_sum = 8 * eps if coherent else 0.0, 0.0, torch.zeros_like(v)
+    eps *= max(4.0, math.sqrt(v.shape[-1]))
     dq_size, dk_walk, dk_sum = 0.0, torch.zeros_like(k), torch.zeros_like(k)
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float64)
     dsink = torch.zeros(heads, dtype=torch.float64)
@@ -242,6 +244,8 @@ def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: li
             continue
         qs, os, gs = (t[s.where_q].transpose(0, 1) for t in (q, out, dout))
         ks, vs = (t[s.where_k].transpose(0, 1).repeat_interleave(group, 0) for t in (k, v))
+        o_size = max(o_size, float((p @ vs.abs()).max()))
+        dv_sum[s.where_k] += (p.mT @ gs.abs()).unflatten(0, (-1, group)).sum(1).transpose(0, 1)
         of_output = (gs.square() * os.square()).sum(-1)
         delta = of_output
         if dlse is not None:
@@ -268,6 +272,7 @@ def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: li
     return {
         "q": scale * dq_size, "k": scale * dk_size, "s": float(dsink.max()) if heads else 0.0,
         "b": float(dbias.max()) if dbias is not None and dbias.numel() else 0.0,
+        "o": p_error * o_size, "v": p_error * float(dv_sum.max()) if dv_sum.numel() else 0.0,
     }  # fmt: skip
 
 

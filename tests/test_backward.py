@@ -20,12 +20,15 @@ CASES = [
     c.differentiable
     for c in (
         *(Case(dtype=d, seqlen_q=65, seqlen_k=97, dim=40, dim_v=40) for d in cases.NAMES),
-        *(Case(seqlen_q=n, seqlen_k=m) for n, m in ((1, 1), (2, 3), (1, 257), (257, 1), (129, 196), (0, 5), (5, 0), (0, 0))),
+        *(Case(seqlen_q=n, seqlen_k=m) for n, m in ((1, 1), (2, 3), (1, 257), (257, 1), (129, 196), (0, 5), (5, 0),
+        (0, 0))),
         Case(batch=0), Case(heads=0, heads_k=0), Case(batch=1, heads=1, heads_k=1, seqlen_q=129, seqlen_k=257),
         *(Case(dim=d, dim_v=d, seqlen_q=17, dtype=BF16) for d in (1, 3, 8, 31, 72, 127, 256, 257)),
         *(Case(dim=d, dim_v=e, seqlen_q=19) for d, e in ((8, 16), (32, 24), (1, 33), (128, 40), (16, 1), (3, 130))),
-        *(Case(heads=h, heads_k=k, seqlen_q=9, dtype=t) for h, k in ((6, 3), (8, 2), (5, 1), (9, 3)) for t in (BF16, FP64)),
-        *(Case(causal=True, seqlen_q=n, seqlen_k=m) for n, m in ((33, 33), (5, 97), (97, 5), (65, 64), (1, 33), (129, 129))),
+        *(Case(heads=h, heads_k=k, seqlen_q=9, dtype=t) for h, k in ((6, 3), (8, 2), (5, 1), (9, 3)) for t in (BF16,
+        FP64)),
+        *(Case(causal=True, seqlen_q=n, seqlen_k=m) for n, m in ((33, 33), (5, 97), (97, 5), (65, 64), (1, 33), (129,
+        129))),
         *(
             Case(window=w, seqlen_q=n, seqlen_k=m, causal=c)
             for w, n, m, c in (((0, 0), 33, 33, False), ((3, 5), 97, 65, False), ((-1, 4), 65, 97, False),
@@ -35,11 +38,15 @@ CASES = [
         *(Case(scale=s) for s in (0.0, -0.5, 1e-6)),
         Case(softcap=3.0, bias="bhqk", alibi="heads", lse_grad=True, dtype=BF16),
         *(Case(alibi=a, seqlen_q=33, seqlen_k=65, causal=True) for a in ("heads", "batch_heads")),
-        *(Case(bias=p, seqlen_k=37, batch=3) for p in ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "bhq1", "1111", "qk", "1k",
+        *(Case(bias=p, seqlen_k=37, batch=3) for p in ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "bhq1", "1111", "qk",
+        "1k",
                                                         "k", "hq1", "b11k", "1h11")),
-        *(Case(bias=p, bias_fp32=f, bias_inf=True, dtype=d, heads=4) for p, f, d in (("bhqk", True, BF16), ("1hqk", False, HALF),
-                                                                                      ("11qk", True, HALF), ("k", False, BF16))),
-        Case(bias="1111", dtype=HALF, bias_fp32=True, batch=3, seqlen_q=129, seqlen_k=129), Case(bias="bhqk", dtype=FP64),
+        *(Case(bias=p, bias_fp32=f, bias_inf=True, dtype=d, heads=4) for p, f, d in (("bhqk", True, BF16), ("1hqk",
+        False, HALF),
+                                                                                      ("11qk", True, HALF), ("k",
+                                                                                          False, BF16))),
+        Case(bias="1111", dtype=HALF, bias_fp32=True, batch=3, seqlen_q=129, seqlen_k=129), Case(bias="bhqk",
+        dtype=FP64),
         *(Case(mask=p, seqlen_k=37) for p in ("bhqk", "b11k", "11q1", "1111", "k")),
         Case(mask="bhqk", bias="1hqk", alibi="heads", softcap=5.0, causal=True, window=(20, -1), sink=True, dtype=BF16),
         *(Case(seqlen_q=65, seqlen_k=97, batch=3, causal=c, **{n: True for n in names})
@@ -123,7 +130,9 @@ def test_gradcheck_varlen(target):
     cu_q, cu_k = (torch.tensor(t, dtype=torch.int32, device=target.device) for t in ([0, 2, 2, 8], [0, 4, 5, 9]))
 
     def function(q, k, v):
-        out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 6, 4, causal=True, return_lse=True, backend=target.backend)
+        out, lse = flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, 6, 4, causal=True, return_lse=True, backend=target.backend
+        )
         return out, lse.masked_fill(lse == -math.inf, 0.0)
 
     torch.autograd.gradcheck(function, inputs)
@@ -191,7 +200,9 @@ def test_gradient_of_lse_alone(target):
     dlse = torch.randn_like(lse)
     dq, dk, dv = torch.autograd.grad(lse, tensors, dlse)
     copies = [t.detach().cpu().double().requires_grad_() for t in tensors]
-    want = torch.autograd.grad(oracle.attention(*copies, options=Options(causal=True))[1], copies[:2], dlse.cpu().double())
+    want = torch.autograd.grad(
+        oracle.attention(*copies, options=Options(causal=True))[1], copies[:2], dlse.cpu().double()
+    )
     torch.testing.assert_close(dq.cpu().double(), want[0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dk.cpu().double(), want[1], rtol=1e-4, atol=1e-5)
     assert (dv == 0).all()
@@ -320,3 +331,63 @@ def test_activation_checkpointing_with_dropout(target):
         results.append([out, *torch.autograd.grad(out.square().sum(), tensors)])
     for plain, recomputed in zip(*results, strict=True):
         torch.testing.assert_close(plain, recomputed)
+
+
+@pytest.mark.parametrize("hide", ("mask", "bias"))
+@pytest.mark.parametrize("span", ((0, 200), (100, 300), (64, 128), (1, 300)), ids=str)
+def test_whole_tiles_hidden_for_some_rows(hide, span, target):
+    """Every third row sees nothing of a span of tiles, the first ones too: the running maximum starts at −inf there."""
+    hidden = torch.zeros(65, 300, dtype=torch.bool)
+    hidden[::3, span[0] : span[1]] = True
+    hidden[7] = True
+    option = ~hidden if hide == "mask" else torch.randn(65, 300).masked_fill(hidden, -math.inf)
+    leaves = qkv(target, seqlen_q=65, seqlen_k=300)
+    out, lse = flash_attn_func(*leaves, return_lse=True, backend=target.backend, **{hide: option.to(target.device)})
+    twins = [t.detach().cpu().requires_grad_() for t in leaves]
+    bias, options = (None, Options(mask=option)) if hide == "mask" else (option, Options())
+    want, want_lse = oracle.attention(*twins, bias, None, options)
+    torch.testing.assert_close(out.cpu(), want.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(lse.cpu(), want_lse.float(), rtol=1e-5, atol=1e-6)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, dout)
+    for g, w in zip(got, torch.autograd.grad(want, twins, dout.cpu().double()), strict=True):
+        torch.testing.assert_close(g.cpu(), w, rtol=1e-4, atol=1e-5)
+    assert (got[0][:, 7] == 0).all()
+
+
+@pytest.mark.parametrize("order", ("rising", "falling"))
+def test_running_maximum_over_many_tiles(order, target):
+    """Logits that rise (or fall) by 30 a tile: every tile rescales what came before by e⁻³⁰, or is negligible."""
+    k = torch.zeros(1, 700, 1, 8)
+    k[0, :, 0, 0] = torch.arange(700) * (0.47 if order == "rising" else -0.47)
+    tensors = [torch.ones(1, 70, 1, 8), k, torch.randn(1, 700, 1, 8)]
+    leaves = [t.to(target.device).requires_grad_() for t in tensors]
+    out, lse = flash_attn_func(*leaves, softmax_scale=1.0, return_lse=True, backend=target.backend)
+    twins = [t.requires_grad_() for t in tensors]
+    want, want_lse = oracle.attention(*twins, options=Options(scale=1.0))
+    torch.testing.assert_close(out.cpu(), want.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.cpu(), want_lse.float())
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, dout)
+    for g, w in zip(got, torch.autograd.grad(want, twins, dout.cpu().double()), strict=True):
+        torch.testing.assert_close(g.cpu(), w, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", ((1, 1, 1, 1), (1, 4, 1, 1), (1, 1, 1, 300), (1, 1, 300, 1), (4, 4, 1, 300)), ids=str)
+def test_bias_gradient_of_many_terms(sizes, target):
+    """dbias of a broadcast bias sums up to 1.4 million dS: no worse than naive's pairwise sums."""
+    q, k, v, dout = (torch.randn(4, 300, 4, 8) for _ in range(4))
+    dlse = torch.rand(4, 4, 300)
+
+    def ours(bias):
+        bias = bias.to(target.device)
+        tensors = (t.to(target.device) for t in (q, k, v))
+        out, lse = flash_attn_func(*tensors, bias=bias, return_lse=True, backend=target.backend)
+        return out.cpu(), lse.cpu()
+
+    grads = []
+    for function in (ours, lambda b: oracle.attention(q, k, v, b), lambda b: oracle.naive_attention(q, k, v, b)):
+        bias = torch.zeros(sizes, requires_grad=True)
+        out, lse = function(bias)
+        grads.append(torch.autograd.grad((out, lse), bias, (dout.to(out.dtype), dlse.to(lse.dtype)))[0])
+    oracle.assert_no_worse_than_naive(*grads, name="dbias")

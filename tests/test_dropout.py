@@ -1,4 +1,4 @@
-"""Dropout: a pure function of (seed, sequence, head, query position, key position), the same in every layout and tile."""
+"""Dropout: a pure function of (seed, sequence, head, query position, key position), whatever layout and tile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CASES = [
     c.differentiable
     for c in (
         *(Case(dropout_p=p, dtype=d, seqlen_q=65, seqlen_k=97) for p in (0.1, 0.5, 0.99) for d in cases.NAMES),
-        *(Case(dropout_p=0.3, seqlen_q=n, seqlen_k=m, causal=True) for n, m in ((129, 129), (5, 130), (130, 5), (1, 33))),
+        *(Case(dropout_p=0.3, seqlen_q=n, seqlen_k=m, causal=True) for n, m in ((129, 129), (5, 130), (130, 5), (1,
+        33))),
         Case(dropout_p=0.3, heads=6, heads_k=2, dim=24, dim_v=40), Case(dropout_p=0.3, window=(5, 3), lse_grad=True),
         Case(dropout_p=0.3, softcap=2.0, bias="bhqk", mask="b11k", alibi="heads"), Case(dropout_p=0.3, sink=True),
         Case(dropout_p=0.3, leftpad_q=True, leftpad_k=True, seqused_q=True, seqused_k=True, causal=True),
@@ -110,7 +111,8 @@ def test_same_mask_in_every_layout(target):
     )  # fmt: skip
     for b, n in enumerate(lens):
         used(out[b, 129 - n :, :, :n], b, n)
-    causal = flash_attn_func(k[..., :1, :].expand(-1, -1, 4, -1), k, torch.eye(129, device=target.device)[None, :, None].expand(
+    causal = flash_attn_func(k[..., :1, :].expand(-1, -1, 4, -1), k, torch.eye(129, device=target.device)[None, :,
+        None].expand(
         3, 129, 2, 129), dropout_p=p, dropout_seed=seed, causal=True, backend=target.backend)  # fmt: skip
     assert torch.equal((causal != 0).transpose(1, 2), keep.tril())
 

@@ -56,8 +56,10 @@ SHAPES = {
     "head dim 0 of v": (dense(v=zeros(2, 7, 2, 0)), RuntimeError, "v", "0"),
     "integer q": (dense(q=zeros(2, 5, 4, 8, dtype=INT)), RuntimeError, "q", "int32"),
     "integer q, k, v": (dense(**{n: zeros(2, 7, 2, 8, dtype=INT) for n in "qkv"}), RuntimeError, "q", "int32"),
-    "complex q, k, v": (dense(**{n: zeros(2, 7, 2, 8, dtype=torch.complex64) for n in "qkv"}), RuntimeError, "q", "complex64"),
-    "float8 q, k, v": (dense(**{n: zeros(2, 7, 2, 8).to(torch.float8_e4m3fn) for n in "qkv"}), RuntimeError, "q", "float8"),
+    "complex q, k, v": (dense(**{n: zeros(2, 7, 2, 8, dtype=torch.complex64) for n in "qkv"}), RuntimeError, "q",
+    "complex64"),
+    "float8 q, k, v": (dense(**{n: zeros(2, 7, 2, 8).to(torch.float8_e4m3fn) for n in "qkv"}), RuntimeError, "q",
+    "float8"),
     "dtype of k": (dense(k=zeros(2, 7, 2, 8, dtype=HALF)), RuntimeError, "k", "float16"),
     "dtype of v": (dense(v=zeros(2, 7, 2, 8, dtype=BF16)), RuntimeError, "v", "bfloat16"),
     "mask not bool": (dense(mask=zeros(5, 7)), RuntimeError, "mask", "float32"),
@@ -104,10 +106,20 @@ SHAPES = {
 CONTENTS = {
     "cu_seqlens_q decreasing": (varlen(cu_seqlens_q=ints(0, 9, 4)), RuntimeError, "cu_seqlens_q", "4"),
     "cu_seqlens_k decreasing": (varlen(cu_seqlens_k=ints(0, 13, 12)), RuntimeError, "cu_seqlens_k", "13"),
-    "cu_seqlens_q beyond the rows": (varlen(cu_seqlens_q=ints(0, 4, 10), max_seqlen_q=6), RuntimeError, "cu_seqlens_q", "10"),
+    "cu_seqlens_q beyond the rows": (
+        varlen(cu_seqlens_q=ints(0, 4, 10), max_seqlen_q=6),
+        RuntimeError,
+        "cu_seqlens_q",
+        "10",
+    ),
     "cu_seqlens_k beyond the rows": (varlen(cu_seqlens_k=ints(0, 7, 13)), RuntimeError, "cu_seqlens_k", "13"),
     "cu_seqlens_q negative": (varlen(cu_seqlens_q=ints(-1, 4, 9)), RuntimeError, "cu_seqlens_q", "-1"),
-    "cu_seqlens_q int64 overflow": (varlen(cu_seqlens_q=ints(0, 2**32 + 4, 9, dtype=LONG)), RuntimeError, "cu_seqlens_q", ""),
+    "cu_seqlens_q int64 overflow": (
+        varlen(cu_seqlens_q=ints(0, 2**32 + 4, 9, dtype=LONG)),
+        RuntimeError,
+        "cu_seqlens_q",
+        "",
+    ),
     "seqused_k too long": (dense(seqused_k=ints(7, 8)), RuntimeError, "seqused_k", "8"),
     "seqused_k negative": (dense(seqused_k=ints(-1, 7)), RuntimeError, "seqused_k", "-1"),
     "seqused_q too long": (dense(seqused_q=ints(6, 5)), RuntimeError, "seqused_q", "6"),
@@ -144,7 +156,12 @@ MISSING = {
     "block mask": (dense(block_mask=zeros(1, 1, dtype=BOOL)), NotImplementedError, "block_mask", ""),
     "block table": (varlen(block_table=zeros(2, 1, dtype=INT)), NotImplementedError, "block_table", ""),
     "gradient of slopes": (dense(alibi_slopes=zeros(4).requires_grad_()), NotImplementedError, "alibi_slopes", "bias"),
-    "S_dmask with dropout": (dense(dropout_p=0.1, return_attn_probs=True), NotImplementedError, "return_attn_probs", ""),
+    "S_dmask with dropout": (
+        dense(dropout_p=0.1, return_attn_probs=True),
+        NotImplementedError,
+        "return_attn_probs",
+        "",
+    ),
     "wgmma on the CPU": (dense(backend="wgmma"), NotImplementedError, "wgmma", ""),
     "mma_sync on the CPU": (dense(backend="mma_sync"), NotImplementedError, "mma_sync", ""),
 }
@@ -243,7 +260,11 @@ def test_kv_cache_is_not_there_yet():
 
 def test_valid_meta_call_gives_shapes():
     """What is accepted on the CPU is accepted on meta: shapes and dtypes, no values."""
-    q, k, v = zeros(2, 5, 4, 8, dtype=HALF).to("meta"), zeros(2, 7, 2, 8, dtype=HALF).to("meta"), zeros(2, 7, 2, 6, dtype=HALF)
+    q, k, v = (
+        zeros(2, 5, 4, 8, dtype=HALF).to("meta"),
+        zeros(2, 7, 2, 8, dtype=HALF).to("meta"),
+        zeros(2, 7, 2, 6, dtype=HALF),
+    )
     out, lse = flash_attn_func(q, k, v.to("meta"), causal=True, return_lse=True)
     assert out.shape == (2, 5, 4, 6) and out.dtype == HALF and out.is_meta
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32 and lse.is_meta
@@ -269,7 +290,8 @@ def test_what_is_no_tensor(wrong):
 
 
 @pytest.mark.parametrize("shapes", (
-    ((0, 5, 4, 8), (0, 7, 2, 8)), ((2, 0, 4, 8), (2, 7, 2, 8)), ((2, 5, 4, 8), (2, 0, 2, 8)), ((2, 0, 4, 8), (2, 0, 2, 8)),
+    ((0, 5, 4, 8), (0, 7, 2, 8)), ((2, 0, 4, 8), (2, 7, 2, 8)), ((2, 5, 4, 8), (2, 0, 2, 8)), ((2, 0, 4, 8), (2, 0,
+        2, 8)),
     ((2, 5, 0, 8), (2, 7, 0, 8)), ((0, 0, 2, 0), (0, 0, 2, 0)), ((0, 5, 4, 0), (0, 7, 2, 0)),
 ), ids=str)  # fmt: skip
 def test_zero_sizes_are_legal(shapes):

@@ -19,7 +19,8 @@ HALF, BF16, FP64 = torch.float16, torch.bfloat16, torch.float64
 CASES = [
     # plain, all dtypes, odd sizes
     *(Case(dtype=d, seqlen_q=65, seqlen_k=97, dim=40, dim_v=40) for d in cases.NAMES),
-    *(Case(seqlen_q=n, seqlen_k=m) for n, m in ((1, 1), (2, 3), (1, 257), (257, 1), (129, 196), (0, 5), (5, 0), (0, 0))),
+    *(Case(seqlen_q=n, seqlen_k=m) for n, m in ((1, 1), (2, 3), (1, 257), (257, 1), (129, 196), (0, 5), (5, 0), (0,
+    0))),
     Case(batch=0), Case(heads=0, heads_k=0), Case(batch=1, heads=1, heads_k=1),
     # head dims
     *(Case(dim=d, dim_v=d, seqlen_q=17, dtype=BF16) for d in (1, 2, 3, 7, 8, 9, 31, 64, 72, 96, 127, 256, 257)),
@@ -41,7 +42,8 @@ CASES = [
     *(Case(scale=s) for s in (0.0, 1.0, -0.5, 1e-6)),
     *(Case(alibi=a, seqlen_q=n, seqlen_k=m, causal=c) for a in ("heads", "batch_heads")
       for n, m, c in ((33, 65, False), (65, 33, True))),
-    *(Case(bias=p, seqlen_k=37) for p in ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "bhq1", "1111", "qk", "1k", "k", "hq1")),
+    *(Case(bias=p, seqlen_k=37) for p in ("bhqk", "1hqk", "b1qk", "11qk", "bh1k", "bhq1", "1111", "qk", "1k", "k",
+    "hq1")),
     Case(bias="bhqk", bias_fp32=True, dtype=BF16), Case(bias="1hqk", bias_inf=True, dtype=HALF),
     Case(bias="bh1k", bias_inf=True, bias_fp32=True, dtype=HALF),
     *(Case(mask=p, seqlen_k=37) for p in ("bhqk", "1hqk", "b11k", "11q1", "1111", "qk", "k", "hqk")),
@@ -51,9 +53,11 @@ CASES = [
       for c in (False, True)
       for names in (("seqused_k",), ("leftpad_k",), ("seqused_q",), ("leftpad_q",), ("seqused_k", "leftpad_k"),
                     ("seqused_q", "leftpad_q", "seqused_k", "leftpad_k"))),
-    Case(seqused_k=True, leftpad_k=True, length_dtype=torch.int64, bias="bhqk", mask="b11k", alibi="heads", window=(9, 3)),
+    Case(seqused_k=True, leftpad_k=True, length_dtype=torch.int64, bias="bhqk", mask="b11k", alibi="heads",
+    window=(9, 3)),
     # sinks
-    Case(sink=True), Case(sink=True, dtype=BF16, heads=10, heads_k=2), Case(sink=True, causal=True, seqlen_q=65, seqlen_k=7),
+    Case(sink=True), Case(sink=True, dtype=BF16, heads=10, heads_k=2), Case(sink=True, causal=True, seqlen_q=65,
+    seqlen_k=7),
     Case(sink=True, seqlen_k=0),
     # data and strides
     *(Case(data=d, dtype=t, seqlen_q=65, seqlen_k=129, dim=64, dim_v=64) for d in cases.DATA[1:]
@@ -67,7 +71,9 @@ def test_values(case: Case, target: Target):
     cases.check(case, target.device, target.backend)
 
 
-def qkv(target: Target, *, batch=2, seqlen_q=33, seqlen_k=33, heads=4, heads_k=2, dim=16, dim_v=None, dtype=torch.float32):
+def qkv(
+    target: Target, *, batch=2, seqlen_q=33, seqlen_k=33, heads=4, heads_k=2, dim=16, dim_v=None, dtype=torch.float32
+):
     """Random q, k, v on the target."""
     shapes = ((seqlen_q, heads, dim), (seqlen_k, heads_k, dim), (seqlen_k, heads_k, dim_v or dim))
     return [torch.randn(batch, *s, dtype=dtype).to(target.device) for s in shapes]

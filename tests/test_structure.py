@@ -101,13 +101,14 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "checks": {"problem"},
     "_ops": {"problem", "dropout"},
     "reference": {"problem", "dropout"},
+    "from_lse": {"checks", "problem", "reference"},
     "autograd": {"problem", "dropout", *BACKENDS},
     "dispatch": {"autograd", "checks", "problem", *BACKENDS},
     "interface": {"dispatch", "checks", "problem"},
     "baselines": {"dispatch", "checks", "problem", *BACKENDS},
     "bert_padding": set(),
     "flash_attn_interface": {"interface", "bert_padding"},
-    "__init__": {"interface", "baselines", "bert_padding", "dropout", *BACKENDS},
+    "__init__": {"interface", "baselines", "bert_padding", "dropout", "from_lse", *BACKENDS},
 }
 RUN_TIME_NEEDS = {"torch", "einops", "flash_attn"}
 

@@ -1,4 +1,4 @@
-"""Threads: results do not depend on their number, fork works after use, calls may come from many, the GIL is released."""
+"""Threads: their number does not matter, fork works after use, calls may come from many, the GIL is released."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def run_script(script: str, timeout: float = 120) -> str:
 CASES = [
     Case(batch=1, heads=1, heads_k=1, seqlen_q=300, seqlen_k=400, dim=64, dim_v=64, causal=True, deterministic=True),
     Case(batch=1, heads=1, heads_k=1, seqlen_q=3, seqlen_k=2000, dim=64, dim_v=64, deterministic=True),
-    Case(batch=3, heads=6, heads_k=2, seqlen_q=129, seqlen_k=97, bias="1h1k", sink=True, dropout_p=0.1, deterministic=True),
+    Case(batch=3, heads=6, heads_k=2, seqlen_q=129, seqlen_k=97, bias="1h1k", sink=True, dropout_p=0.1,
+    deterministic=True),
     Case(batch=3, heads=4, heads_k=4, seqlen_q=129, seqlen_k=97, bias="1111", dtype=torch.bfloat16, deterministic=True),
     Case(batch=5, heads=2, heads_k=1, seqlen_q=200, seqlen_k=150, varlen=True, bias="11qk", deterministic=True, seed=5),
 ]  # fmt: skip
@@ -77,19 +78,25 @@ def test_use_deterministic_algorithms_turns_it_on():
     assert all(torch.equal(g, results[1].grads[n]) for n, g in results[0].grads.items())
 
 
+# torch's own parallel loops (a large sum, a copy) hang in a child that was forked after their threads had started: all
+# torch operations here are on one thread or small, only the library runs on several.
 WORK = """
     import torch, flash_attn
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 300, 4, 32) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
     def work(threads=2):
         torch.set_num_threads(threads)
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(2, 300, 4, 32, requires_grad=True) for _ in range(3))
         out = flash_attn.flash_attn_func(q, k, v, causal=True, deterministic=True)
-        return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
+        grads = torch.autograd.grad(out, leaves, dout)
+        torch.set_num_threads(1)
+        return [out.detach(), *grads]
 """
 
 
 def test_fork_after_use():
-    """A child forked after forward and backward does both again and gets the same bits."""
+    """A child forked after forward and backward on two threads does both again and gets the same bits."""
     run_script(
         WORK
         + """
@@ -116,7 +123,7 @@ def test_fork_after_use():
 
 
 def test_data_loader_workers():
-    """Attention in two DataLoader workers (forked after the parent used it)."""
+    """Attention in two DataLoader workers, forked after the parent used it."""
     run_script(
         WORK
         + """
@@ -124,7 +131,7 @@ def test_data_loader_workers():
     class Attention(torch.utils.data.Dataset):
         def __len__(self): return 6
         def __getitem__(self, i): return work(1 + i % 2)[0]
-    for out in torch.utils.data.DataLoader(Attention(), batch_size=None, num_workers=2, timeout=60):
+    for out in torch.utils.data.DataLoader(Attention(), batch_size=None, num_workers=2, timeout=30):
         assert torch.equal(out, want[0])
     """
     )
@@ -201,17 +208,3 @@ def test_the_gil_is_released(direction):
     ticker.join()
     inside = [t for t in stamps if start < t < end]
     assert len(inside) > 5, f"{len(inside)} ticks in {end - start:.3f} s"
-
-
-def test_inside_of_a_parallel_caller():
-    """Called from torch's own inter-op pool (jit.fork): no deadlock."""
-    run_script(
-        WORK
-        + """
-    want = work()
-    from concurrent.futures import ThreadPoolExecutor
-    with ThreadPoolExecutor(4) as pool:
-        for got in pool.map(lambda _: work(2), range(8)):
-            assert all(g.shape == w.shape for g, w in zip(got, want))
-    """
-    )

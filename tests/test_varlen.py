@@ -21,11 +21,15 @@ CASES = [
     for options in (
         {}, {"causal": True}, {"window": (9, 4)}, {"dtype": BF16, "heads": 6, "heads_k": 2}, {"dtype": torch.float64},
         {"dtype": torch.float16, "causal": True}, {"cu_dtype": torch.int64}, {"trailing": 17}, {"slack": 30},
-        {"softcap": 4.0, "causal": True, "lse_grad": True}, {"alibi": "heads"}, {"alibi": "batch_heads", "causal": True},
-        {"bias": "bhqk"}, {"bias": "bhqk", "slack": 3, "dtype": BF16, "bias_fp32": True}, {"bias": "11qk", "bias_inf": True},
+        {"softcap": 4.0, "causal": True, "lse_grad": True}, {"alibi": "heads"}, {"alibi": "batch_heads",
+        "causal": True},
+        {"bias": "bhqk"}, {"bias": "bhqk", "slack": 3, "dtype": BF16, "bias_fp32": True}, {"bias": "11qk",
+        "bias_inf": True},
         {"bias": "b11k"}, {"bias": "1h11", "lse_grad": True}, {"mask": "bhqk"}, {"mask": "b11k", "slack": 5},
-        {"mask": "qk", "causal": True}, {"sink": True, "causal": True, "lse_grad": True}, {"dropout_p": 0.2, "heads": 4},
-        {"seqused_k": True}, {"seqused_q": True}, {"leftpad_k": True, "causal": True}, {"leftpad_q": True, "causal": True},
+        {"mask": "qk", "causal": True}, {"sink": True, "causal": True, "lse_grad": True}, {"dropout_p": 0.2,
+        "heads": 4},
+        {"seqused_k": True}, {"seqused_q": True}, {"leftpad_k": True, "causal": True}, {"leftpad_q": True,
+        "causal": True},
         {"seqused_q": True, "seqused_k": True, "leftpad_q": True, "leftpad_k": True, "trailing": 5, "bias": "bhqk",
          "mask": "1hqk", "alibi": "heads", "dropout_p": 0.1, "sink": True, "window": (20, 9), "lse_grad": True},
         {"dim": 33, "dim_v": 5}, {"dim": 8, "dim_v": 130, "heads": 4, "heads_k": 1}, {"batch": 1}, {"batch": 0},
@@ -46,7 +50,9 @@ def packed(target: Target, lens_q, lens_k, *, heads=4, heads_k=2, dim=16, dtype=
     total_q, total_k = sum(lens_q) + trailing, sum(lens_k) + trailing
     shapes = ((total_q, heads, dim), (total_k, heads_k, dim), (total_k, heads_k, dim))
     tensors = [torch.randn(s, dtype=dtype).to(target.device).requires_grad_() for s in shapes]
-    cu = [torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32, device=target.device) for n in (lens_q, lens_k)]
+    cu = [
+        torch.tensor([0, *torch.tensor(n).cumsum(0)], dtype=torch.int32, device=target.device) for n in (lens_q, lens_k)
+    ]
     return tensors, cu
 
 
@@ -54,7 +60,9 @@ def packed(target: Target, lens_q, lens_k, *, heads=4, heads_k=2, dim=16, dtype=
 def test_equals_a_loop_over_sequences(causal, target):
     lens_q, lens_k = [5, 0, 65, 1, 40], [9, 4, 65, 0, 17]
     (q, k, v), (cu_q, cu_k) = packed(target, lens_q, lens_k)
-    out, lse = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 65, 65, causal=causal, return_lse=True, backend=target.backend)
+    out, lse = flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 65, 65, causal=causal, return_lse=True, backend=target.backend
+    )
     parts = [
         flash_attn_func(a[None], b[None], c[None], causal=causal, return_lse=True, backend=target.backend)
         for a, b, c in zip(q.split(lens_q), k.split(lens_k), v.split(lens_k), strict=True)
@@ -135,7 +143,9 @@ def test_order_of_sequences_does_not_matter(target):
 
 def test_many_short_sequences(target):
     """200 sequences of 1 to 7 rows: gradients, no tile shared by two sequences."""
-    case = Case(varlen=True, batch=200, seqlen_q=7, seqlen_k=7, dim=64, dim_v=64, heads=2, heads_k=1, causal=True, seed=8)
+    case = Case(
+        varlen=True, batch=200, seqlen_q=7, seqlen_k=7, dim=64, dim_v=64, heads=2, heads_k=1, causal=True, seed=8
+    )
     cases.check(case.differentiable, target.device, target.backend)
 
 
@@ -205,8 +215,6 @@ def test_rows_before_the_first_sequence(target):
     out = flash_attn_varlen_func(*ahead, cu_q + 4, cu_k + 4, 9, 9, causal=True, backend=target.backend)
     assert torch.equal(out[4:], want) and (out[:4] == 0).all()
     dout = torch.randn_like(out)
-    for g, w in zip(
-        torch.autograd.grad(out, ahead, dout), torch.autograd.grad(want, tensors, dout[4:]), strict=True
-    ):
+    for g, w in zip(torch.autograd.grad(out, ahead, dout), torch.autograd.grad(want, tensors, dout[4:]), strict=True):
         torch.testing.assert_close(g[4:], w)
         assert (g[:4] == 0).all()
