@@ -1,6 +1,7 @@
 // dbias: dS summed over everything that the bias broadcasts over. One item is a block of the bias itself and adds up
-// all that falls into it, in a fixed order and in fp32 (fp64): no two items share an element, so nothing races and the
-// sum is repeatable. The price is that S and dP are computed once more, and only when the bias wants a gradient.
+// all that falls into it, in a fixed order and in fp64, since a broadcast bias may sum millions of terms: no two items
+// share an element, so nothing races and the sum is repeatable. The price is that S and dP are computed once more, and
+// only when the bias wants a gradient.
 #include "cpu/backward_passes.h"
 #include "cpu/gradient_tile.h"
 
@@ -48,14 +49,15 @@ class BiasPass {
   struct WorkerBuffers {
     GradientTile<Real> tile;
     Real *k_rows, *v_rows;
-    Real* sum;  // [row][column] of the block
+    double* sum;  // [row][column] of the block
     int64_t reals;
 
     WorkerBuffers(Real* piece, const BiasPass& pass) : tile(piece, pass.p_, pass.size_) {
       Carver<Real> carve(piece == nullptr ? nullptr : piece + tile.reals);
       k_rows = carve.take(pass.size_.keys * pass.p_.dim);
       v_rows = carve.take(pass.size_.keys * pass.p_.dim_v);
-      sum = carve.take(pass.block_rows_ * pass.block_columns_);
+      const int64_t doubles = pass.block_rows_ * pass.block_columns_;
+      sum = reinterpret_cast<double*>(carve.take(doubles * static_cast<int64_t>(sizeof(double) / sizeof(Real))));
       reals = tile.reals + carve.used();
     }
   };
@@ -64,7 +66,7 @@ class BiasPass {
   bool broadcast_columns() const { return p_.bias_columns == 1; }
 
   void run_block(const Block& block, const WorkerBuffers& buffers) const {
-    std::fill(buffers.sum, buffers.sum + block_rows_ * block_columns_, Real(0));
+    std::fill(buffers.sum, buffers.sum + block_rows_ * block_columns_, 0.0);
     const int64_t first_head = p_.bias_heads == 1 ? 0 : block.head, heads = p_.bias_heads == 1 ? p_.heads : 1;
     const int64_t first_sequence = p_.bias_batch == 1 ? 0 : block.batch;
     const int64_t sequences = p_.bias_batch == 1 ? static_cast<int64_t>(sequences_.all.size()) : 1;
@@ -72,10 +74,10 @@ class BiasPass {
       for (int64_t h = first_head; h < first_head + heads; ++h) add_head({p_, sequences_.all[s], h}, block, buffers);
 
     for (int64_t r = block.rows.begin; r < block.rows.end; ++r) {
-      const Real* sum = buffers.sum + (r - block.rows.begin) * block_columns_;
+      const double* sum = buffers.sum + (r - block.rows.begin) * block_columns_;
       with_storer<Real>(p_.dbias.dtype, p_.dbias.data, p_.dbias.offset(block.batch, block.head, r, 0), [&](auto store) {
         for (int64_t c = block.columns.begin; c < block.columns.end; ++c)
-          store(c * p_.dbias.column_stride, sum[c - block.columns.begin]);
+          store(c * p_.dbias.column_stride, static_cast<Real>(sum[c - block.columns.begin]));
       });
     }
   }
@@ -114,7 +116,7 @@ class BiasPass {
                 const WorkerBuffers& buffers) const {
     const int64_t lanes = size_.rows;
     for (int64_t i = rows.begin; i < rows.end; ++i) {
-      Real* sum = buffers.sum + (broadcast_rows() ? 0 : (i + q.leftpad - block.rows.begin) * block_columns_);
+      double* sum = buffers.sum + (broadcast_rows() ? 0 : (i + q.leftpad - block.rows.begin) * block_columns_);
       const Real* ds = buffers.tile.dlogits + (i - rows.begin);
       for (int64_t j = keys.begin; j < keys.end; ++j, ds += lanes)
         sum[broadcast_columns() ? 0 : j + k.leftpad - block.columns.begin] += *ds;
