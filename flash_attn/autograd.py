@@ -1,58 +1,135 @@
-"""Ties forward and backward of a backend together for autograd."""
+"""Ties forward and backward of a backend together for autograd and torch.func: any order, forward mode, vmap."""
 
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd import Function
 
-from flash_attn import _ops, reference
+from flash_attn import _ops, higher_order, reference
 from flash_attn.problem import Problem
 
 BACKENDS: dict[str, ModuleType] = {"cpu": _ops, "reference": reference}
 
+Needs = tuple[bool, bool, bool, bool, bool]
 
-class Attention(torch.autograd.Function):
-    """(q, k, v, bias, sink, problem, backend) -> (out, lse), differentiable in the first five, through out and lse."""
+
+def _by_example(function: type[Function], info: Any, in_dims: tuple, args: tuple) -> tuple[tuple, tuple]:
+    """vmap by calling `function` once for each example and stacking what comes out."""
+
+    def example(b: int) -> tuple:
+        return tuple(_select(x, dim, b) for x, dim in zip(args, in_dims, strict=True))
+
+    results = [function.apply(*example(b)) for b in range(info.batch_size)]
+    outputs = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True))
+    return outputs, tuple(None if x is None else 0 for x in outputs)
+
+
+def _select(x: Any, dim: Any, b: int) -> Any:
+    """Example b of an argument; a Problem has a dim for each of its fields."""
+    if isinstance(x, Problem):
+        return Problem(*(_select(field, d, b) for field, d in zip(x, dim, strict=True)))
+    return x if dim is None or not isinstance(x, Tensor) else x.select(dim, b)
+
+
+class TraceableAttention(Function):
+    """(q, k, v, bias, sink, problem, backend) -> (out, lse, statistics), differentiable in the first five."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem, backend: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return BACKENDS[backend].forward(q, k, v, bias, sink, problem)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        q, k, v, bias, sink, problem, backend = inputs
+        out, lse, statistics = output
+        ctx.mark_non_differentiable(statistics)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, sink, out, statistics, *problem.tensors())
+        ctx.save_for_forward(q, k, v, bias, sink, out, lse, *problem.tensors())
+        ctx.problem, ctx.backend = problem.without_tensors(), backend
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dout is None and dlse is None:
+            return (None,) * 7
+        q, k, v, bias, sink, out, statistics, *tensors = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        problem, needs = ctx.problem.with_tensors(tensors), tuple(ctx.needs_input_grad[:5])
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            gradients = BACKENDS[ctx.backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs)
+        else:
+            gradients = AttentionBackward.apply(
+                dout, dlse, q, k, v, bias, sink, out, statistics, problem, ctx.backend, needs
+            )
+        return *gradients, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
+        return _by_example(Attention, info, in_dims, args)
+
+
+class Attention(TraceableAttention):
+    """The same with forward mode. torch.compile cannot trace a Function that defines jvp: hence two classes."""
+
+    @staticmethod
+    def jvp(ctx: Any, *input_tangents: Any) -> tuple[Tensor, Tensor, None]:
+        q, k, v, bias, sink, out, lse, *tensors = ctx.saved_tensors
+        problem = ctx.problem.with_tensors(tensors)
+        return *higher_order.tangents(input_tangents[:5], q, k, v, bias, sink, problem, out, lse), None
+
+
+class AttentionBackward(Function):
+    """Attention's backward as a function of its own, so that it has derivatives too. `out` and `statistics` are not
+    arguments of it but what the forward has already computed from the others: no derivative goes through them."""
+
+    @staticmethod
+    def forward(
+        dout: Tensor,
+        dlse: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
         sink: Tensor | None,
+        out: Tensor,
+        statistics: Tensor,
         problem: Problem,
         backend: str,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, statistics = BACKENDS[backend].forward(q, k, v, bias, sink, problem)
-        ctx.save_for_backward(q, k, v, bias, sink, out, statistics, *problem.tensors())
-        ctx.problem = problem.without_tensors()
-        ctx.backend = backend
-        ctx.set_materialize_grads(False)
-        return out, lse
+        needs: Needs,
+    ) -> tuple[Tensor | None, ...]:
+        return BACKENDS[backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs = tuple(ctx.needs_input_grad[:5])
-        if dout is None and dlse is None:
-            return (None,) * 7
-        q, k, v, bias, sink, out, statistics, *tensors = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
+        dout, dlse, q, k, v, bias, sink, _, _, problem, _, _ = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *problem.tensors())
+        ctx.problem = problem.without_tensors()
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse, q, k, v, bias, sink, *tensors = ctx.saved_tensors
+        if all(cotangent is None for cotangent in cotangents):
+            return (None,) * 12
         problem = ctx.problem.with_tensors(tensors)
-        gradients = BACKENDS[ctx.backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs)
-        return *gradients, None, None
+        gradients = higher_order.backward_derivative(cotangents, dout, dlse, q, k, v, bias, sink, problem)
+        return *gradients, None, None, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
+        return _by_example(AttentionBackward, info, in_dims, args)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a checked call. Where no gradient is wanted nothing is saved."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, bias, sink)):
-        return Attention.apply(q, k, v, bias, sink, problem, backend)
-    out, lse, _ = BACKENDS[backend].forward(q, k, v, bias, sink, problem)
+    """out and lse of a checked call. Where no gradient is wanted nothing is saved: no-grad mode keeps no context."""
+    function = TraceableAttention if torch.compiler.is_compiling() else Attention
+    out, lse, _ = function.apply(q, k, v, bias, sink, problem, backend)
     return out, lse

@@ -7,7 +7,7 @@ same answers. Nothing here reads the contents of a tensor, except `validate`, wh
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from flash_attn.problem import Problem, compute_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
+LARGEST = sys.float_info.max
 BACKENDS = ("auto", "cpu", "mma_sync", "wgmma", "reference")
 
 
@@ -27,7 +28,10 @@ def require(condition: Any, name: str, value: object, rule: str) -> None:
         return
     if condition is False:
         raise RuntimeError(f"{name} {rule}; got {value}")
-    torch._check(bool(condition), lambda: f"{name} {rule}; got {value}")
+    if torch.compiler.is_dynamo_compiling():
+        torch._check(condition)  # no message: dynamo cannot trace one that names a symbolic value
+    else:
+        torch._check(condition, lambda: f"{name} {rule}; got {value}")
 
 
 def require_option(condition: bool, name: str, value: object, rule: str) -> None:
@@ -48,12 +52,12 @@ def require_tensor(name: str, x: object) -> None:
 
 
 def number(name: str, value: object, low: float, high: float, rule: str) -> float:
-    """A finite float in [low, high]; 0-dim tensors count as numbers."""
+    """A float in [low, high], which are finite; 0-dim tensors count as numbers."""
     try:
         x = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} {rule}; got {value!r}") from error
-    require_option(math.isfinite(x) and low <= x <= high, name, value, rule)
+    require_option(low <= x <= high, name, value, rule)  # false for NaN
     return x
 
 
@@ -226,10 +230,10 @@ def attention(
     if softmax_scale is None:
         scale = float(max(q.shape[-1], 1)) ** -0.5
     else:
-        scale = number("softmax_scale", softmax_scale, -math.inf, math.inf, "must be a finite number")
+        scale = number("softmax_scale", softmax_scale, -LARGEST, LARGEST, "must be a finite number")
     left, right = window(window_size)
     dropout_p = number("dropout_p", dropout_p, 0.0, 1.0, "must be a probability in [0, 1]")
-    softcap = number("softcap", softcap, 0.0, math.inf, "must be a finite number >= 0 (0 = off)")
+    softcap = number("softcap", softcap, 0.0, LARGEST, "must be a finite number >= 0 (0 = off)")
 
     if bias is not None:
         bias = broadcastable("bias", bias, q, sizes)

@@ -140,10 +140,22 @@ def standard_forward(
     q, k, v = (x.transpose(1, 2).to(accurate if upcast else dtype) for x in (q, k, v))
     q, k, v = fill(q, real_q), repeat_heads(fill(k, real_k), heads), repeat_heads(fill(v, real_k), heads)
     s = logits(matmul(q, k.transpose(2, 3)).to(accurate), bias, problem, region)
-    # Softmax. m is a constant to autograd (the result does not depend on it); no -inf - -inf, 0 / 0, log 0.
+    keep = whole_keep(problem, region, s.shape)
+    out, lse = softmax_times_values(s, v, sink, keep, problem.dropout_p, real_q)
+    return out.transpose(1, 2).to(dtype).contiguous(), lse
+
+
+def softmax_times_values(
+    s: Tensor, v: Tensor, sink: Tensor | None, keep: Tensor | None, dropout_p: float, real_q: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """out = drop(softmax(s)) v and lse, from logits (batch, heads, rows, columns); plain autograd without NaN.
+
+    real_q (batch, 1, rows, 1): rows that are no padding, None for all.
+    """
+    # m is a constant to autograd (the result does not depend on it); no -inf - -inf, 0 / 0, log 0.
     m = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
     if sink is not None:
-        sink = sink.to(accurate).view(1, heads, 1, 1)
+        sink = sink.to(s.dtype).view(1, -1, 1, 1)
         m = torch.maximum(m, sink.detach())
     m = finite_reference(m)
     weights = torch.exp(s - m)
@@ -153,9 +165,22 @@ def standard_forward(
     counts = total != 0 if real_q is None else (total != 0) & real_q
     total = torch.where(counts, total, 1.0)
     lse = torch.where(counts, m + torch.log(total), -math.inf).squeeze(-1)
-    p = drop(weights / total, whole_keep(problem, region, s.shape), problem.dropout_p)
-    out = torch.where(counts, matmul(p.to(v.dtype), v), 0.0)
-    return out.transpose(1, 2).to(dtype).contiguous(), lse
+    p = drop(weights / total, keep, dropout_p)
+    return torch.where(counts, matmul(p.to(v.dtype), v), 0.0), lse
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem, span: Span, i: slice
+) -> tuple[Tensor, Tensor]:
+    """Attention of the query rows i of a span to all its keys, in plain differentiable PyTorch: out and lse.
+
+    q (batch, heads, rows, dim), k and v (batch, heads_k, seqlen_k, ...) are the span's, in the compute dtype; bias is whole.
+    """
+    heads, j = q.shape[1], slice(0, span.seqlen_k)
+    products = matmul(q, repeat_heads(k, heads).transpose(2, 3))
+    s = logits(products, bias, problem, tile_region(span, i, j, q.device))
+    keep = keep_mask(problem.dropout_seed, problem.dropout_p, span.batch, slice(0, heads), i, j)
+    return softmax_times_values(s, repeat_heads(v, heads), sink, keep, problem.dropout_p)
 
 
 def whole_region(
