@@ -1,8 +1,10 @@
-"""Speed of attention on the CPU beside torch's scaled_dot_product_attention and standard attention, in one process, in turns.
+"""Speed of attention on the CPU beside torch's scaled_dot_product_attention and standard attention, in one process, in
+turns.
 
     python benchmarks/bench_attention.py [--quick] [--out benchmarks/results/cpu_attention.md]
 
-FLOPs are counted as 4 · batch · heads · seqlen² · dim forward and 2.5 times that backward, half for causal, for everyone.
+FLOPs are counted as 4 · batch · heads · seqlen² · dim forward and 2.5 times that backward, half for causal, for
+everyone.
 """
 
 from __future__ import annotations

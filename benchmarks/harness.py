@@ -18,8 +18,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 def time_in_turns(contenders: Mapping[str, Callable[[], object]], seconds: float, rounds: int = 5) -> dict[str, float]:
     """Median seconds per call of each contender, on the CPU.
 
-    One call each per round, so that a slow moment of the machine meets all of them; as many rounds as fit in `seconds`, but at
-    least `rounds`.
+    One call each per round, so that a slow moment of the machine meets all of them; as many rounds as fit in `seconds`,
+    but at least `rounds`.
     """
     for call in contenders.values():
         call()

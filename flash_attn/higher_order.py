@@ -1,4 +1,5 @@
-"""Second derivatives and forward mode, by recomputing attention a few query rows at a time: O(seqlen) memory, any backend.
+"""Second derivatives and forward mode, by recomputing attention a few query rows at a time: O(seqlen) memory, any
+backend.
 
 Rows of attention are independent given K and V, so every derivative is a sum over chunks of rows. A chunk is plain
 differentiable PyTorch (`reference.attend_rows`), which torch.func differentiates to any order.
@@ -30,16 +31,17 @@ def backward_derivative(
     sink: Tensor | None,
     problem: Problem,
 ) -> Gradients:
-    """The derivative of attention's backward, (dout, dlse, q, k, v, bias, sink) -> (dq, dk, dv, dbias, dsink), transposed.
+    """The derivative of attention's backward, (dout, dlse, q, k, v, bias, sink) -> (dq, dk, dv, dbias, dsink),
+    transposed.
 
     Args:
         cotangents: of dq, dk, dv, dbias, dsink; None counts as zero.
 
-    Returns the gradients of dout, dlse, q, k, v, bias and sink (None for an argument that is None), in the dtypes of the
-    arguments. Differentiable itself.
+    Returns the gradients of dout, dlse, q, k, v, bias and sink (None for an argument that is None), in the dtypes of
+    the arguments. Differentiable itself.
 
-    The first two are also the forward-mode derivative of attention: backward is linear in (dout, dlse), and its transpose
-    maps tangents of the inputs to tangents of (out, lse).
+    The first two are also the forward-mode derivative of attention: backward is linear in (dout, dlse), and its
+    transpose maps tangents of the inputs to tangents of (out, lse).
     """
     dtype = compute_dtype(q.dtype)
     heads_last = tuple(None if x is None else x.to(dtype) for x in (dout, q, k, v, *cotangents[:3]))

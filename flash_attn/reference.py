@@ -174,7 +174,8 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the query rows i of a span to all its keys, in plain differentiable PyTorch: out and lse.
 
-    q (batch, heads, rows, dim), k and v (batch, heads_k, seqlen_k, ...) are the span's, in the compute dtype; bias is whole.
+    q (batch, heads, rows, dim), k and v (batch, heads_k, seqlen_k, ...) are the span's, in the compute dtype; bias is
+    whole.
     """
     heads, j = q.shape[1], slice(0, span.seqlen_k)
     products = matmul(q, repeat_heads(k, heads).transpose(2, 3))

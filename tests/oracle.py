@@ -222,8 +222,8 @@ def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: li
 
     dS = P · (dP − delta) cancels: a row with one key has dS = 0, equal keys have dQ = 0, a bias along the keys gets
     Σ dS = 0. What stays is the rounding of dP and of delta = rowsum(dO · O): their sizes (as root mean squares) times
-    eps of the accumulator times sqrt(dim_v) (a random walk; at least 4), and for half precision eps of O, which delta
-    is made from. The error of delta is common to a row, so it adds up over keys and not as a random walk; with
+    eps of the accumulator times sqrt(dim_v) (a random walk; at least 4, coherent 8); for half precision eps of O, which
+    delta is made from. The error of delta is common to a row, so it adds up over keys and not as a random walk; with
     `coherent` (equal rows) it does so over rows as well. There P = exp2(S·log2 e − R) errs alike in all rows, too: an
     argument of up to 20 costs 20/2·ln 2 ≈ 8 eps of O ("o") and dV.
     """
@@ -235,7 +235,7 @@ def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: li
     scale = abs(options.scale) if options.scale is not None else 1.0 / math.sqrt(q.shape[-1])
     kept = 1.0 / (1.0 - options.dropout_p) ** 2 if options.dropout_p < 1 else 0.0
     p_error, o_size, dv_sum = 8 * eps if coherent else 0.0, 0.0, torch.zeros_like(v)
-    eps *= max(4.0, math.sqrt(v.shape[-1]))
+    eps *= max(8.0 if coherent else 4.0, math.sqrt(v.shape[-1]))
     dq_size, dk_walk, dk_sum = 0.0, torch.zeros_like(k), torch.zeros_like(k)
     dbias = None if bias is None else torch.zeros(bias.shape, dtype=torch.float64)
     dsink = torch.zeros(heads, dtype=torch.float64)

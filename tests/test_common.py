@@ -1,4 +1,4 @@
-"""csrc/common and the parts of csrc/cpu, by brute force in C++ programs of their own, under the undefined-behaviour sanitizer."""
+"""csrc/common and parts of csrc/cpu, by brute force in C++ programs of their own, under UBSan."""
 
 import os
 import shutil
@@ -23,7 +23,16 @@ pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a 
 def test_cpp_program(program: str, sources: list[str], tmp_path: Path) -> None:
     binary = tmp_path / "program"
     subprocess.run(
-        [COMPILER, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", "-fno-sanitize-recover=all"]
+        [
+            COMPILER,
+            "-std=c++20",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-fsanitize=undefined",
+            "-fno-sanitize-recover=all",
+        ]
         + [f"-I{ROOT / 'csrc'}", str(ROOT / "tests" / "cpp" / program), *(str(ROOT / source) for source in sources)]
         + ["-o", str(binary)],
         check=True,

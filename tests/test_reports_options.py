@@ -221,10 +221,11 @@ def test_t65_t68_broadcasts_are_not_written_out():
         def run():
             out = flash_attn.flash_attn_func(q, k, v, mask=mask, bias=bias)
             torch.autograd.grad(out, (q, k, v, bias), torch.ones_like(out))
-        flash_attn.flash_attn_func(q[:1, :9], k[:1, :9], v[:1, :9])
+        small = flash_attn.flash_attn_func(q[:1, :9], k[:1, :9], v[:1, :9], bias=bias[..., :9])
+        torch.autograd.grad(small, (q, bias), torch.ones_like(small))  # torch imports much on its first backward
         used = peak_above(run)
         print(used / MB)
-        assert used < 45 * MB, used  # (4, 12, n, n) bytes: 50 MB
+        assert used < 25 * MB, used  # (4, 12, n, n) bytes: 50 MB
     """)
 
 

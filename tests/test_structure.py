@@ -108,7 +108,12 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "interface": {"dispatch", "checks", "problem"},
     "baselines": {"dispatch", "checks", "problem", *BACKENDS},
     "bert_padding": set(),
-    "flash_attn_interface": {"interface", "bert_padding"},
+    "softmax_dmask": {"dropout", "problem", "reference"},
+    "flash_attn_interface": {"autograd", "checks", "dispatch", "interface", "problem", "softmax_dmask"},
+    "flash_attn_triton": {"checks", "dispatch"},
+    "flash_attention": {"bert_padding", "interface"},
+    "layers": {"checks", "problem"},
+    "modules": {"baselines", "interface", "layers"},
     "__init__": {"interface", "baselines", "bert_padding", "dropout", "from_lse", *BACKENDS},
 }
 RUN_TIME_NEEDS = {"torch", "einops", "flash_attn"}

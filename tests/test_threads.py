@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -21,10 +22,17 @@ PACKAGE_PARENT = Path(flash_attn.__file__).resolve().parent.parent
 
 
 def run_script(script: str, timeout: float = 120) -> str:
-    """The output of `script` in a fresh Python that finds this package; a hang or a crash fails the test."""
+    """The output of `script` in a fresh Python that finds this package; a hang or a crash fails the test.
+
+    GPUs are hidden from it: torch's autograd refuses to work in a forked child of a process that sees one.
+    """
     prelude = f"import sys; sys.path.insert(0, {str(PACKAGE_PARENT)!r})\n"
     done = subprocess.run(
-        [sys.executable, "-c", prelude + textwrap.dedent(script)], capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-c", prelude + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
