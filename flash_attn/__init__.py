@@ -5,6 +5,7 @@ __version__ = "2.8.3+0.1.0"
 from flash_attn._ops import Availability, is_available
 from flash_attn.baselines import standard_attention, tiled_attention
 from flash_attn.dropout import dropout_mask
+from flash_attn.explain import Explanation, explain
 from flash_attn.from_lse import attention_probs, merge_attention
 from flash_attn.interface import (
     flash_attn_func,
@@ -18,8 +19,10 @@ from flash_attn.interface import (
 
 __all__ = [
     "Availability",
+    "Explanation",
     "attention_probs",
     "dropout_mask",
+    "explain",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

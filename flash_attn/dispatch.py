@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _ops, autograd, checks
+from flash_attn.softmax_dmask import softmax_dmask
 
 
 def refuse(name: str, value: object | None, why: str) -> None:
@@ -105,11 +106,6 @@ def attention(
         dropout_seed=dropout_seed,
         upper_left=upper_left,
     )
-    if return_attn_probs and problem.drops:
-        raise NotImplementedError(
-            "return_attn_probs=True with dropout_p > 0: S_dmask is not built yet; `dropout_mask` gives the mask and "
-            "`attention_probs` the weights"
-        )
     backend = choose_backend(backend, q)
     if problem.has_lengths and q.device.type != "meta" and (backend == "reference" or problem.drops):
         # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,
@@ -118,5 +114,5 @@ def attention(
     problem = checks.draw_seed(problem, q)
     out, lse = autograd.attention(q, k, v, bias, sink, problem, backend)
     if return_attn_probs:
-        return out, lse, out.new_empty(0)
+        return out, lse, softmax_dmask(q, k, bias, problem) if problem.drops else out.new_empty(0)
     return (out, lse) if return_lse else out

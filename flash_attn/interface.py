@@ -50,7 +50,9 @@ def flash_attn_func(
         softcap: > 0: logits become softcap · tanh(logits / softcap), after the scale, before ALiBi and bias; 0 = off.
         alibi_slopes: (heads,) or (batch, heads), fp32: adds -slope · |i + seqlen_k - seqlen_q - j|. A constant.
         deterministic: bitwise repeatable dq (dk and dv always are; the CPU backend repeats everything).
-        return_attn_probs: return (out, lse, S_dmask); for dropout_p = 0, S_dmask is an empty tensor.
+        return_attn_probs: return (out, lse, S_dmask), a debugging aid: with dropout S_dmask (batch, heads, seqlen_q,
+            seqlen_k, both rounded up to 128) holds unnormalised weights, negative where dropped, N × N memory;
+            without dropout it is empty. `attention_probs` gives exact weights of chosen rows.
         bias: added to the logits: q's dtype or fp32, broadcastable to (batch, heads, seqlen_q, seqlen_k),
             differentiable. -inf hides a key like a mask does.
         mask: bool, broadcastable to (batch, heads, seqlen_q, seqlen_k), True = may attend.

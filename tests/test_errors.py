@@ -156,12 +156,6 @@ MISSING = {
     "block mask": (dense(block_mask=zeros(1, 1, dtype=BOOL)), NotImplementedError, "block_mask", ""),
     "block table": (varlen(block_table=zeros(2, 1, dtype=INT)), NotImplementedError, "block_table", ""),
     "gradient of slopes": (dense(alibi_slopes=zeros(4).requires_grad_()), NotImplementedError, "alibi_slopes", "bias"),
-    "S_dmask with dropout": (
-        dense(dropout_p=0.1, return_attn_probs=True),
-        NotImplementedError,
-        "return_attn_probs",
-        "",
-    ),
     "wgmma on the CPU": (dense(backend="wgmma"), NotImplementedError, "wgmma", ""),
     "mma_sync on the CPU": (dense(backend="mma_sync"), NotImplementedError, "mma_sync", ""),
 }

@@ -104,7 +104,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "from_lse": {"checks", "problem", "reference"},
     "higher_order": {"problem", "reference"},
     "autograd": {"problem", "dropout", "higher_order", *BACKENDS},
-    "dispatch": {"autograd", "checks", "problem", *BACKENDS},
+    "dispatch": {"autograd", "checks", "problem", "softmax_dmask", *BACKENDS},
     "interface": {"dispatch", "checks", "problem"},
     "baselines": {"dispatch", "checks", "problem", *BACKENDS},
     "bert_padding": set(),
@@ -114,7 +114,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "flash_attention": {"bert_padding", "interface"},
     "layers": {"checks", "problem"},
     "modules": {"baselines", "interface", "layers"},
-    "__init__": {"interface", "baselines", "bert_padding", "dropout", "from_lse", *BACKENDS},
+    "explain": {"checks", "dispatch", "reference"},
+    "__init__": {"interface", "baselines", "bert_padding", "dropout", "explain", "from_lse", *BACKENDS},
 }
 RUN_TIME_NEEDS = {"torch", "einops", "flash_attn"}
 

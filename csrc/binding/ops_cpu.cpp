@@ -3,6 +3,9 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+#include <array>
+#include <string_view>
 #include <tuple>
 
 #include "binding/build_params.h"
@@ -58,8 +61,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {call.dq, call.dk, call.dv, call.dbias, call.dsink};
 }
 
+std::tuple<Tensor, Tensor> cpu_plan(bool is_fp64, int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+                                    int64_t seqlen_k, int64_t dim, int64_t dim_v, bool dropout, bool softcap) {
+  static constexpr int64_t kSomeSeed[2] = {};
+  AttentionParams shape;
+  shape.dtype = is_fp64 ? DataType::kFloat64 : DataType::kFloat32;
+  shape.batch = batch;
+  shape.heads = heads;
+  shape.heads_k = heads_k;
+  shape.rows_q.rows = seqlen_q;
+  shape.rows_k.rows = seqlen_k;
+  shape.dim = dim;
+  shape.dim_v = dim_v;
+  shape.dropout.seed = dropout ? kSomeSeed : nullptr;
+  shape.score.softcap = softcap ? 1 : 0;
+  const cpu::Plan plan = cpu::plan(shape, torch_pool());
+
+  using torch::headeronly::ScalarType;
+  const std::array<int64_t, 5> values{plan.tile_rows, plan.tile_keys, plan.threads, plan.forward_bytes,
+                                      plan.backward_bytes};
+  const std::string_view name = plan.instruction_set;
+  const std::array<int64_t, 1> count{static_cast<int64_t>(values.size())}, letters{static_cast<int64_t>(name.size())};
+  const Tensor numbers = torch::stable::empty(count, ScalarType::Long);
+  const Tensor instruction_set = torch::stable::empty(letters, ScalarType::Byte);
+  std::copy(values.begin(), values.end(), static_cast<int64_t*>(numbers.data_ptr()));
+  std::copy(name.begin(), name.end(), static_cast<uint8_t*>(instruction_set.data_ptr()));
+  return {numbers, instruction_set};
+}
+
 }  // namespace
 }  // namespace flash
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) { m.impl("cpu_plan", TORCH_BOX(&flash::cpu_plan)); }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&flash::attention_forward));

@@ -20,4 +20,9 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
       "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, "
       "Tensor? bias, Tensor? sink, bool wants_dq, bool wants_dk, bool wants_dv, bool wants_dbias, bool "
       "wants_dsink, " FLASH_ATTN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
+  // What a call of this shape would use on the CPU: numbers (tile rows, tile keys, threads, bytes of workspace forward,
+  // backward), and the letters of the instruction set's name.
+  m.def(
+      "cpu_plan(bool is_fp64, int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int dim, int dim_v, "
+      "bool dropout, bool softcap) -> (Tensor numbers, Tensor instruction_set)");
 }

@@ -13,4 +13,14 @@ void forward(const FwdParams& params, const ThreadPool& pool);
 // All of them are bitwise repeatable, whatever the number of threads.
 void backward(const BwdParams& params, const ThreadPool& pool);
 
+// What a call of this shape would use; reads no tensor.
+struct Plan {
+  const char* instruction_set;
+  int64_t tile_rows, tile_keys;
+  int threads;
+  int64_t forward_bytes, backward_bytes;  // workspace beside inputs and outputs; backward without dbias
+};
+
+Plan plan(const AttentionParams& shape, const ThreadPool& pool);
+
 }  // namespace flash::cpu

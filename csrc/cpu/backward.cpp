@@ -50,19 +50,22 @@ class MainPass {
         packed_keys_(std::min(chunk_keys_, round_up(sequences.longest_k, size_.keys))),
         dim_lanes_(round_up(p.dim, kLanes)),
         dim_v_lanes_(round_up(p.dim_v, kLanes)),
-        workspace_(pool.threads, WorkerBuffers(nullptr, *this).reals) {}
+        workspace_(p.q.data == nullptr ? 0 : pool.threads, WorkerBuffers(nullptr, *this).reals) {}
 
   // Units are taken in waves, enough of them to keep the threads busy: accumulators exist for one wave only.
   void run() {
-    const int64_t units = static_cast<int64_t>(sequences_.all.size()) * p_.heads_k;
-    const int64_t enough_chunks = pool_.threads == 1 ? 1 : 8 * pool_.threads;
-    for (int64_t unit = 0; unit < units;) {
-      units_.clear();
-      chunks_.clear();
-      accumulator_rows_ = 0;
-      while (unit < units && static_cast<int64_t>(chunks_.size()) < enough_chunks) add_unit(unit++);
+    for (int64_t unit = 0; unit < all_units();) {
+      unit = fill_wave(unit);
       run_wave();
     }
+  }
+
+  // Of the first wave, with all three gradients wanted.
+  int64_t workspace_reals() {
+    fill_wave(0);
+    const int64_t slots = static_cast<int64_t>(chunks_.size()) * kPhaseTiles * p_.dim * size_.rows;
+    return pool_.threads * WorkerBuffers(nullptr, *this).reals + slots +
+           accumulator_rows_ * (dim_lanes_ + dim_v_lanes_);
   }
 
  private:
@@ -80,6 +83,18 @@ class MainPass {
       reals = tile.reals + carve.used();
     }
   };
+
+  int64_t all_units() const { return static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
+
+  // Takes units from `unit` on; returns the first of the next wave.
+  int64_t fill_wave(int64_t unit) {
+    units_.clear();
+    chunks_.clear();
+    accumulator_rows_ = 0;
+    const int64_t enough_chunks = pool_.threads == 1 ? 1 : 8 * pool_.threads;
+    while (unit < all_units() && static_cast<int64_t>(chunks_.size()) < enough_chunks) add_unit(unit++);
+    return unit;
+  }
 
   void add_unit(int64_t unit) {
     const Sequence& s = sequences_.all[unit / p_.heads_k];
@@ -258,10 +273,14 @@ class MainPass {
   Real *dk_ = nullptr, *dv_ = nullptr;
 };
 
+ThreadPool backward_pool(const AttentionParams& p, const Sequences& sequences, const ThreadPool& pool) {
+  return pool_for(pool, 2.5 * score_elements(p, sequences) * static_cast<double>(p.dim + p.dim_v));
+}
+
 template <class Real>
 void backward_as(const BwdParams& p, const ThreadPool& pool) {
   const Sequences sequences(p);
-  const ThreadPool threads = pool_for(pool, 2.5 * score_elements(p, sequences) * static_cast<double>(p.dim + p.dim_v));
+  const ThreadPool threads = backward_pool(p, sequences, pool);
   const bool packed = p.rows_q.cu_seqlens.given();
   const int64_t rows = p.rows_q.rows;
   const Workspace<Real> deltas(1, (packed ? 1 : p.batch) * p.heads * rows);
@@ -278,6 +297,19 @@ template <class Real>
 void main_pass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool) {
   MainPass<Real>(p, sequences, delta, pool).run();
 }
+
+template <class Real>
+int64_t backward_workspace_bytes(const AttentionParams& shape, const ThreadPool& pool) {
+  BwdParams p;
+  static_cast<AttentionParams&>(p) = shape;
+  const Sequences sequences(p);
+  const int64_t deltas = p.batch * p.heads * sequences.longest_q;
+  MainPass<Real> pass(p, sequences, {}, backward_pool(p, sequences, pool));
+  return (deltas + pass.workspace_reals()) * static_cast<int64_t>(sizeof(Real));
+}
+
+template int64_t backward_workspace_bytes<float>(const AttentionParams&, const ThreadPool&);
+template int64_t backward_workspace_bytes<double>(const AttentionParams&, const ThreadPool&);
 
 void backward(const BwdParams& params, const ThreadPool& pool) {
   params.dtype == DataType::kFloat64 ? backward_as<double>(params, pool) : backward_as<float>(params, pool);

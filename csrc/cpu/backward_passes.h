@@ -15,6 +15,10 @@ void prepare_pass(const BwdParams& p, const Sequences& sequences, const RowArray
 template <class Real>
 void main_pass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool);
 
+// The scratch of dQ, dK, dV together, beside inputs and outputs.
+template <class Real>
+int64_t backward_workspace_bytes(const AttentionParams& shape, const ThreadPool& pool);
+
 // dbias.
 template <class Real>
 void bias_pass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool);

@@ -2,6 +2,7 @@
 // head; it walks the key blocks that its rows see, keeps the running maximum m and sum ℓ and the unnormalised output
 // O^T, and normalises once.
 #include "cpu/attention.h"
+#include "cpu/backward_passes.h"
 #include "cpu/schedule.h"
 #include "cpu/tile.h"
 
@@ -97,16 +98,32 @@ void finish(const FwdParams& p, const HeadContext<Real>& head, Range rows, const
                buffers.out_lanes, lanes);
 }
 
+// Everything about a call that its shape decides.
 template <class Real>
-void forward_as(const FwdParams& p, const ThreadPool& pool) {
-  const Sequences sequences(p);
-  const TileSize size = tile_size(sequences.longest_q, sequences.longest_k);
-  const BlockItems items(sequences, p.heads, size.rows, [](const Sequence& s) { return s.q.length; });
-  const ThreadPool threads = pool_for(pool, score_elements(p, sequences) * static_cast<double>(p.dim + p.dim_v));
-  const Workspace<Real> workspace(threads.workers(items.count()), Buffers<Real>(nullptr, p, size).reals);
-  threads.for_each(items.count(), [&](int worker, int64_t i) {
+struct Setup {
+  Sequences sequences;
+  TileSize size;
+  BlockItems items;
+  ThreadPool pool;
+  int64_t worker_reals;
+
+  Setup(const AttentionParams& p, const ThreadPool& given)
+      : sequences(p),
+        size(tile_size(sequences.longest_q, sequences.longest_k)),
+        items(sequences, p.heads, size.rows, [](const Sequence& s) { return s.q.length; }),
+        pool(pool_for(given, score_elements(p, sequences) * static_cast<double>(p.dim + p.dim_v))),
+        worker_reals(Buffers<Real>(nullptr, p, size).reals) {}
+};
+
+template <class Real>
+void forward_as(const FwdParams& p, const ThreadPool& given) {
+  const Setup<Real> setup(p, given);
+  const BlockItems& items = setup.items;
+  const TileSize size = setup.size;
+  const Workspace<Real> workspace(setup.pool.workers(items.count()), setup.worker_reals);
+  setup.pool.for_each(items.count(), [&](int worker, int64_t i) {
     const BlockItems::Item item = items[i];
-    const HeadContext<Real> head(p, sequences.all[item.sequence], item.unit);
+    const HeadContext<Real> head(p, setup.sequences.all[item.sequence], item.unit);
     const Buffers<Real> buffers(workspace.piece(worker), p, size);
     // Under a causal mask the last rows have the most work: longest first.
     const int64_t block = items.blocks_of(item.sequence) - 1 - item.block;
@@ -116,10 +133,27 @@ void forward_as(const FwdParams& p, const ThreadPool& pool) {
   });
 }
 
+template <class Real>
+Plan plan_as(const AttentionParams& p, const ThreadPool& given) {
+  const Setup<Real> setup(p, given);
+  const int workers = setup.pool.workers(setup.items.count());
+  const int64_t bytes = workers * setup.worker_reals * static_cast<int64_t>(sizeof(Real));
+  return {micro_kernels<Real>().name,
+          setup.size.rows,
+          setup.size.keys,
+          workers,
+          bytes,
+          backward_workspace_bytes<Real>(p, given)};
+}
+
 }  // namespace
 
 void forward(const FwdParams& params, const ThreadPool& pool) {
   params.dtype == DataType::kFloat64 ? forward_as<double>(params, pool) : forward_as<float>(params, pool);
+}
+
+Plan plan(const AttentionParams& shape, const ThreadPool& pool) {
+  return shape.dtype == DataType::kFloat64 ? plan_as<double>(shape, pool) : plan_as<float>(shape, pool);
 }
 
 }  // namespace flash::cpu

@@ -1,0 +1,1 @@
+"""Modules built on the attention functions."""
