@@ -49,6 +49,11 @@ def commit() -> str:
         return "unknown"
 
 
+def _portable(arguments: Sequence[str]) -> list[str]:
+    """Arguments without the folders of this machine."""
+    return [Path(x).name if Path(x).is_absolute() else x for x in arguments]
+
+
 def header(title: str) -> str:
     """What a result file opens with: machine, torch, commit, command."""
     lines = [f"# {title}", ""]
@@ -57,7 +62,7 @@ def header(title: str) -> str:
     lines += [
         f"- CPU: {processor()}, {torch.get_num_threads()} threads",
         f"- torch {torch.__version__}, Python {platform.python_version()}, commit {commit()}",
-        f"- Command: `python {' '.join(sys.argv)}`",
+        f"- Command: `python benchmarks/{Path(sys.argv[0]).name} {' '.join(_portable(sys.argv[1:]))}`",
         "",
     ]
     return "\n".join(lines)
