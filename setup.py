@@ -54,6 +54,11 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 # csrc/cpu/isa/<name>.cpp: the machines that it is for (none named = all) and the flags that it alone is compiled with.
 ISA_UNITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "portable": ((), ()),
+    "avx2": (("x86_64",), ("-mavx2", "-mfma")),
+    "avx512": (
+        ("x86_64",),
+        ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+    ),
 }
 
 # Architecture of the table → the one -gencode of its units. 90a, not 90: wgmma and setmaxnreg exist there alone.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
 from flash_attn import _ops, higher_order, reference
 from flash_attn.problem import Problem
@@ -35,6 +35,18 @@ def _select(x: Any, dim: Any, b: int) -> Any:
     return x if dim is None or not isinstance(x, Tensor) else x.select(dim, b)
 
 
+NO_TENSORS = (None,) * len(Problem(1.0).tensors())
+
+
+def _without_tensors(problem: Problem) -> Problem:
+    """What a context may keep of a problem: tensors go through save_for_backward, which sees changes in place."""
+    return problem if all(x is None for x in problem.tensors()) else problem.with_tensors(NO_TENSORS)
+
+
+def _forward_mode_is_possible() -> bool:
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
 class TraceableAttention(Function):
     """(q, k, v, bias, sink, problem, backend) -> (out, lse, statistics), differentiable in the first five."""
 
@@ -51,8 +63,9 @@ class TraceableAttention(Function):
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, bias, sink, out, statistics, *problem.tensors())
-        ctx.save_for_forward(q, k, v, bias, sink, out, lse, *problem.tensors())
-        ctx.problem, ctx.backend = problem.without_tensors(), backend
+        if _forward_mode_is_possible():
+            ctx.save_for_forward(q, k, v, bias, sink, out, lse, *problem.tensors())
+        ctx.problem, ctx.backend = _without_tensors(problem), backend
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
@@ -84,6 +97,18 @@ class Attention(TraceableAttention):
         return *higher_order.tangents(input_tangents[:5], q, k, v, bias, sink, problem, out, lse), None
 
 
+class EagerAttention(Attention):
+    """The same for a plain call: a Function with setup_context binds its arguments by name first, which takes 50 µs."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        output = Attention.forward(*inputs)
+        Attention.setup_context(ctx, inputs, output)
+        return output
+
+    setup_context = Function.setup_context
+
+
 class AttentionBackward(Function):
     """Attention's backward as a function of its own, so that it has derivatives too. `out` and `statistics` are not
     arguments of it but what the forward has already computed from the others: no derivative goes through them."""
@@ -110,7 +135,7 @@ class AttentionBackward(Function):
         dout, dlse, q, k, v, bias, sink, _, _, problem, _, _ = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *problem.tensors())
-        ctx.problem = problem.without_tensors()
+        ctx.problem = _without_tensors(problem)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -130,6 +155,18 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a checked call. Where no gradient is wanted nothing is saved: no-grad mode keeps no context."""
-    function = TraceableAttention if torch.compiler.is_compiling() else Attention
-    out, lse, _ = function.apply(q, k, v, bias, sink, problem, backend)
-    return out, lse
+    if torch.compiler.is_compiling():
+        function = TraceableAttention
+    elif _forward_mode_is_possible():
+        function = Attention
+    elif torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sink is not None and sink.requires_grad)
+    ):
+        function = EagerAttention
+    else:
+        return BACKENDS[backend].forward(q, k, v, bias, sink, problem)[:2]
+    return function.apply(q, k, v, bias, sink, problem, backend)[:2]

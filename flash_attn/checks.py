@@ -22,16 +22,24 @@ LARGEST = sys.float_info.max
 BACKENDS = ("auto", "cpu", "mma_sync", "wgmma", "reference")
 
 
-def require(condition: Any, name: str, value: object, rule: str) -> None:
-    """RuntimeError naming argument, value and rule. A symbolic condition (torch.compile, export) becomes a guard."""
+def require(condition: Any, name: str, value: object, rule: str, *details: object) -> None:
+    """RuntimeError naming argument, value and rule. A symbolic condition (torch.compile, export) becomes a guard.
+
+    The rule is a format of `details`: nothing is put into words while all is well, for that would take longer than
+    attention over a few tokens.
+    """
     if condition is True:
         return
+
+    def message() -> str:
+        return f"{name} {rule.format(*details)}; got {show(value) if isinstance(value, Tensor) else value}"
+
     if condition is False:
-        raise RuntimeError(f"{name} {rule}; got {value}")
+        raise RuntimeError(message())
     if torch.compiler.is_dynamo_compiling():
         torch._check(condition)  # no message: dynamo cannot trace one that names a symbolic value
     else:
-        torch._check(condition, lambda: f"{name} {rule}; got {value}")
+        torch._check(condition, message)
 
 
 def require_option(condition: bool, name: str, value: object, rule: str) -> None:
@@ -76,7 +84,8 @@ def length(name: str, value: object) -> int:
 def window(window_size: Sequence[int]) -> tuple[int, int]:
     rule = "must be (left, right), each a number of keys >= 0 or -1 for unlimited"
     try:
-        left, right = (int(side) for side in window_size)
+        left, right = window_size
+        left, right = int(left), int(right)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"window_size {rule}; got {window_size!r}") from error
     require_option(left >= -1 and right >= -1, "window_size", (left, right), rule)
@@ -93,27 +102,37 @@ def backend_name(backend: object) -> str:
 
 
 def on_device_of_q(name: str, x: Tensor, q: Tensor) -> None:
-    require(x.device == q.device, name, show(x), f"must be on q's device, {q.device}")
+    require(x.device == q.device, name, x, "must be on q's device, {}", q.device)
 
 
 def operands(q: Tensor, k: Tensor, v: Tensor, is_varlen: bool) -> None:
-    layout_q = "(total_q, heads, dim)" if is_varlen else "(batch, seqlen_q, heads, dim)"
-    layout_k = "(total_k, heads_k, dim)" if is_varlen else "(batch, seqlen_k, heads_k, dim)"
-    for name, x, layout in (("q", q, layout_q), ("k", k, layout_k), ("v", v, layout_k)):
-        require_tensor(name, x)
-        require(x.dim() == (3 if is_varlen else 4), name, show(x), f"must be {layout}")
-        require(x.dtype in FLOATS, name, show(x), "must be float16, bfloat16, float32 or float64")
-        require(x.dtype == q.dtype, name, show(x), f"must have q's dtype, {q.dtype}")
-        on_device_of_q(name, x, q)
-    require(is_varlen or k.shape[0] == q.shape[0], "k", show(k), f"must have q's batch size, {q.shape[0]}")
-    require(k.shape[-1] == q.shape[-1], "k", show(k), f"must have q's head dim, {q.shape[-1]}")
-    require(v.shape[:-1] == k.shape[:-1], "v", show(v), f"must agree with k in all but the head dim: {tuple(k.shape)}")
-    heads, heads_k = q.shape[-2], k.shape[-2]
+    dtype, device = q.dtype, q.device
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    for name, x, shape in (("q", q, shape_q), ("k", k, shape_k), ("v", v, shape_v)):
+        if len(shape) != (3 if is_varlen else 4):
+            rows, side = "total" if is_varlen else "batch, seqlen", "q" if name == "q" else "k"
+            require(False, name, x, "must be ({}_{}, {}, dim)", rows, side, "heads" if side == "q" else "heads_k")
+        if x.dtype not in FLOATS:
+            require(False, name, x, "must be float16, bfloat16, float32 or float64")
+        if x.dtype != dtype:
+            require(False, name, x, "must have q's dtype, {}", dtype)
+        if x.device != device:
+            on_device_of_q(name, x, q)
+    *rows_k, heads_k, dim = shape_k
+    *rows_v, heads_v, dim_v = shape_v
+    heads = shape_q[-2]
+    if not is_varlen:
+        require(rows_k[0] == shape_q[0], "k", k, "must have q's batch size, {}", shape_q[0])
+        require(rows_v[0] == rows_k[0], "v", v, "must have k's batch size, {}", rows_k[0])
+    require(dim == shape_q[-1], "k", k, "must have q's head dim, {}", shape_q[-1])
+    require(rows_v[-1] == rows_k[-1], "v", v, "must have as many rows as k, {}", rows_k[-1])
+    require(heads_v == heads_k, "v", v, "must have k's number of heads, {}", heads_k)
     divides = heads_k == heads or (heads_k > 0 and heads % heads_k == 0)
-    require(divides, "k", show(k), f"must have a number of heads that divides q's, {heads}")
-    for name, x in (("q", q), ("v", v)):
-        others_empty = x.numel() == 0 and 0 in x.shape[:-1]
-        require(x.shape[-1] > 0 or others_empty, name, show(x), "must have a head dim of at least 1")
+    require(divides, "k", k, "must have a number of heads that divides q's, {}", heads)
+    if dim == 0:
+        require(0 in shape_q[:-1], "q", q, "must have a head dim of at least 1")
+    if dim_v == 0:
+        require(0 in shape_v[:-1], "v", v, "must have a head dim of at least 1")
 
 
 def indices(name: str, x: Tensor | None, size: int | None, q: Tensor) -> Tensor | None:
@@ -121,9 +140,9 @@ def indices(name: str, x: Tensor | None, size: int | None, q: Tensor) -> Tensor 
     if x is None:
         return None
     require_tensor(name, x)
-    expected = f"({'batch + 1' if size is None else size},)"
-    require(x.dim() == 1 and (size is None or x.shape[0] == size), name, show(x), f"must have shape {expected}")
-    require(x.dtype in INTEGERS, name, show(x), "must be int32 or int64")
+    fits = x.dim() == 1 and (size is None or x.shape[0] == size)
+    require(fits, name, x, "must have shape ({},)", "batch + 1" if size is None else size)
+    require(x.dtype in INTEGERS, name, x, "must be int32 or int64")
     on_device_of_q(name, x, q)
     return x.contiguous()
 
@@ -131,10 +150,10 @@ def indices(name: str, x: Tensor | None, size: int | None, q: Tensor) -> Tensor 
 def broadcastable(name: str, x: Tensor, q: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
     """x as a 4-D view that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
     require_tensor(name, x)
-    rule = f"must be broadcastable to (batch, heads, seqlen_q, seqlen_k) = {sizes}"
-    require(x.dim() <= 4, name, show(x), rule)
+    rule = "must be broadcastable to (batch, heads, seqlen_q, seqlen_k) = {}"
+    require(x.dim() <= 4, name, x, rule, sizes)
     for given, full in zip(reversed(x.shape), reversed(sizes), strict=False):
-        require(given == 1 or given == full, name, show(x), rule)
+        require(given == 1 or given == full, name, x, rule, sizes)
     on_device_of_q(name, x, q)
     return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
 
@@ -144,10 +163,10 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int, heads: int) -> Te
         return None
     require_tensor("alibi_slopes", alibi_slopes)
     dtype = compute_dtype(q.dtype)
-    require(alibi_slopes.dtype in (torch.float32, dtype), "alibi_slopes", show(alibi_slopes), "must be float32")
+    require(alibi_slopes.dtype in (torch.float32, dtype), "alibi_slopes", alibi_slopes, "must be float32")
     shape = tuple(alibi_slopes.shape)
     fits = shape == (heads,) or shape == (batch, heads)
-    require(fits, "alibi_slopes", show(alibi_slopes), f"must have shape ({heads},) or ({batch}, {heads})")
+    require(fits, "alibi_slopes", alibi_slopes, "must have shape ({},) or ({}, {})", heads, batch, heads)
     on_device_of_q("alibi_slopes", alibi_slopes, q)
     if alibi_slopes.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -162,17 +181,17 @@ def seed(dropout_seed: Tensor | None, q: Tensor) -> Tensor | None:
         return None
     require_tensor("dropout_seed", dropout_seed)
     fits = dropout_seed.dtype == torch.int64 and tuple(dropout_seed.shape) == (2,)
-    require(fits, "dropout_seed", show(dropout_seed), "must be int64 of shape (2,)")
+    require(fits, "dropout_seed", dropout_seed, "must be int64 of shape (2,)")
     on_device_of_q("dropout_seed", dropout_seed, q)
     return dropout_seed.contiguous()
 
 
 def draw_seed(problem: Problem, q: Tensor) -> Problem:
     """The last step before a call that drops: a seed from torch's generator on q's device, if none was given."""
+    if problem.drops == (problem.dropout_seed is not None):
+        return problem
     if not problem.drops:
         return problem._replace(dropout_seed=None)
-    if problem.dropout_seed is not None:
-        return problem
     return problem._replace(dropout_seed=torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device))
 
 
@@ -217,7 +236,7 @@ def attention(
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             require_tensor(name, x)
         cu_seqlens_q = indices("cu_seqlens_q", cu_seqlens_q, None, q)
-        require(cu_seqlens_q.shape[0] >= 1, "cu_seqlens_q", show(cu_seqlens_q), "must have shape (batch + 1,)")
+        require(cu_seqlens_q.shape[0] >= 1, "cu_seqlens_q", cu_seqlens_q, "must have shape (batch + 1,)")
         batch = cu_seqlens_q.shape[0] - 1
         cu_seqlens_k = indices("cu_seqlens_k", cu_seqlens_k, batch + 1, q)
         seqlen_q, seqlen_k = length("max_seqlen_q", max_seqlen_q), length("max_seqlen_k", max_seqlen_k)
@@ -238,18 +257,18 @@ def attention(
     if bias is not None:
         bias = broadcastable("bias", bias, q, sizes)
         require(
-            bias.dtype in (q.dtype, torch.float32), "bias", show(bias), f"must have q's dtype, {q.dtype}, or float32"
+            bias.dtype in (q.dtype, torch.float32), "bias", bias, f"must have q's dtype, {q.dtype}, or float32"
         )
     if mask is not None:
         mask = broadcastable("mask", mask, q, sizes)
-        require(mask.dtype == torch.bool, "mask", show(mask), "must be bool (True = may attend)")
+        require(mask.dtype == torch.bool, "mask", mask, "must be bool (True = may attend)")
     sink = learnable_sink
     if sink is not None:
         require_tensor("learnable_sink", sink)
         require(
-            tuple(sink.shape) == (heads,), "learnable_sink", show(sink), f"must have shape ({heads},), one per head"
+            tuple(sink.shape) == (heads,), "learnable_sink", sink, f"must have shape ({heads},), one per head"
         )
-        require(sink.dtype in FLOATS, "learnable_sink", show(sink), "must be a floating-point tensor")
+        require(sink.dtype in FLOATS, "learnable_sink", sink, "must be a floating-point tensor")
         on_device_of_q("learnable_sink", sink, q)
         sink = sink.to(compute_dtype(q.dtype)).contiguous()
 
@@ -282,8 +301,8 @@ def packed(name: str, x: Tensor, parts: int, is_varlen: bool) -> tuple[Tensor, .
     require_tensor(name, x)
     axis = 1 if is_varlen else 2
     layout = f"(total, {parts}, heads, dim)" if is_varlen else f"(batch, seqlen, {parts}, heads, dim)"
-    require(x.dim() == axis + 3, name, show(x), f"must be {layout}")
-    require(x.shape[axis] == parts, name, show(x), f"must be {layout}")
+    require(x.dim() == axis + 3, name, x, "must be {}", layout)
+    require(x.shape[axis] == parts, name, x, "must be {}", layout)
     return x.unbind(axis)
 
 

@@ -110,18 +110,18 @@ def _backward(
     for name, x in (("dout", dout), ("out", out)):
         checks.require_tensor(name, x)
         fits = tuple(x.shape) == out_shape and x.dtype == q.dtype
-        checks.require(fits, name, checks.show(x), f"must be {q.dtype} {out_shape}")
+        checks.require(fits, name, x, f"must be {q.dtype} {out_shape}")
         checks.on_device_of_q(name, x, q)
     lse_shape = tuple(q.transpose(-3, -2).shape[:-1])
     checks.require_tensor("softmax_lse", softmax_lse)
     fits = tuple(softmax_lse.shape) == lse_shape and softmax_lse.dtype in (torch.float32, torch.float64)
-    checks.require(fits, "softmax_lse", checks.show(softmax_lse), f"must be float32 or float64 {lse_shape}")
+    checks.require(fits, "softmax_lse", softmax_lse, f"must be float32 or float64 {lse_shape}")
     checks.on_device_of_q("softmax_lse", softmax_lse, q)
     for name, target, x in zip(("dq", "dk", "dv"), targets, (q, k, v), strict=True):
         if target is not None:
             fits = target.shape == x.shape and target.is_floating_point() and target.device == x.device
             rule = f"must be floating point {tuple(x.shape)} on {x.device}"
-            checks.require(fits, name, checks.show(target), rule)
+            checks.require(fits, name, target, rule)
 
     with torch.no_grad():
         lse = softmax_lse.to(compute_dtype(q.dtype))

@@ -31,16 +31,16 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         raise RuntimeError(f"outs and lses must be equally many, at least one each; got {len(outs)} and {len(lses)}")
     first, first_lse = outs[0], lses[0]
     is_attention = first.dim() in (3, 4) and first.is_floating_point()
-    checks.require(is_attention, "outs[0]", checks.show(first), "must be floating point, 4-D or (varlen) 3-D")
+    checks.require(is_attention, "outs[0]", first, "must be floating point, 4-D or (varlen) 3-D")
     is_lse = first_lse.dtype in (torch.float32, torch.float64)
-    checks.require(is_lse, "lses[0]", checks.show(first_lse), "must be float32 or float64")
+    checks.require(is_lse, "lses[0]", first_lse, "must be float32 or float64")
     lse_shape = first.transpose(-3, -2).shape[:-1]
     expected = {"outs": (outs, first.shape, first.dtype), "lses": (lses, lse_shape, first_lse.dtype)}
     for name, (parts, shape, dtype) in expected.items():
         for i, x in enumerate(parts):
             alike = (x.shape, x.dtype, x.device) == (shape, dtype, first.device)
             rule = f"must be {dtype} {tuple(shape)} on {first.device}, to fit outs[0] and lses[0]"
-            checks.require(alike, f"{name}[{i}]", checks.show(x), rule)
+            checks.require(alike, f"{name}[{i}]", x, rule)
     dtype = torch.promote_types(compute_dtype(first.dtype), first_lse.dtype)
     logs = torch.stack(list(lses)).to(dtype)  # (part, ..., heads, rows)
     m = reference.finite_reference(logs.detach().amax(0))
@@ -90,7 +90,7 @@ def attention_probs(
     Equivalent to: `torch.softmax(S, -1)[:, :, rows]`, S the masked logits, without computing the other rows.
     """
     checks.require_tensor("q_rows", q_rows)
-    checks.require(q_rows.dim() == 4, "q_rows", checks.show(q_rows), "must be (batch, n_rows, heads, dim)")
+    checks.require(q_rows.dim() == 4, "q_rows", q_rows, "must be (batch, n_rows, heads, dim)")
     n_rows = q_rows.shape[1]
     if rows is None:
         checks.require_option(
@@ -120,9 +120,9 @@ def attention_probs(
     checks.require_tensor("lse", lse)
     shape = (q_rows.shape[0], q_rows.shape[2], n_rows)
     checks.require(
-        tuple(lse.shape) == shape, "lse", checks.show(lse), f"must have shape {shape}: the LSE of these rows"
+        tuple(lse.shape) == shape, "lse", lse, f"must have shape {shape}: the LSE of these rows"
     )
-    checks.require(lse.dtype in (torch.float32, torch.float64), "lse", checks.show(lse), "must be float32 or float64")
+    checks.require(lse.dtype in (torch.float32, torch.float64), "lse", lse, "must be float32 or float64")
     checks.on_device_of_q("lse", lse, q_rows)
     if rows is not None:
         is_readable = q_rows.device.type == "cpu" and n_rows > 0 and not torch.compiler.is_compiling()

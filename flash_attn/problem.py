@@ -12,18 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TENSORS = (
-    "dropout_seed",
-    "alibi_slopes",
-    "mask",
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
-    "leftpad_q",
-    "leftpad_k",
-)
-
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of softmax, statistics, LSE, slopes and sinks: fp64 for fp64, else fp32."""
@@ -69,8 +57,13 @@ class Problem(NamedTuple):
     @property
     def has_lengths(self) -> bool:
         """Whether tensors say where the sequences are: their contents can be wrong."""
-        tables = (self.cu_seqlens_q, self.seqused_q, self.seqused_k, self.leftpad_q, self.leftpad_k)
-        return any(table is not None for table in tables)
+        return (
+            self.cu_seqlens_q is not None
+            or self.seqused_q is not None
+            or self.seqused_k is not None
+            or self.leftpad_q is not None
+            or self.leftpad_k is not None
+        )
 
     @property
     def drops(self) -> bool:
@@ -78,10 +71,29 @@ class Problem(NamedTuple):
         return draw_threshold(self.dropout_p) > 0
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in TENSORS)
-
-    def without_tensors(self) -> Problem:
-        return self._replace(**dict.fromkeys(TENSORS))
+        return (
+            self.dropout_seed,
+            self.alibi_slopes,
+            self.mask,
+            self.cu_seqlens_q,
+            self.cu_seqlens_k,
+            self.seqused_q,
+            self.seqused_k,
+            self.leftpad_q,
+            self.leftpad_k,
+        )
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Problem:
-        return self._replace(**dict(zip(TENSORS, tensors, strict=True)))
+        """The problem with other tensors, in the order of `tensors`."""
+        seed, slopes, mask, cu_q, cu_k, used_q, used_k, pad_q, pad_k = tensors
+        return self._replace(
+            dropout_seed=seed,
+            alibi_slopes=slopes,
+            mask=mask,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            seqused_q=used_q,
+            seqused_k=used_k,
+            leftpad_q=pad_q,
+            leftpad_k=pad_k,
+        )

@@ -1,42 +1,54 @@
 """csrc/common and parts of csrc/cpu, by brute force in C++ programs of their own, under UBSan."""
 
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from test_build import build
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = os.environ.get("CXX", "g++")
+FLAGS = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}"]
+FLAGS += ["-fsanitize=undefined", "-fno-sanitize-recover=all"]
 
 pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason="needs a C++ compiler")
 
 
-@pytest.mark.parametrize(
-    ("program", "sources"),
-    [
-        ("test_common.cpp", []),
-        ("test_cpu_parts.cpp", ["csrc/cpu/micro_kernels.cpp", "csrc/cpu/isa/portable.cpp"]),
-    ],
-)
-def test_cpp_program(program: str, sources: list[str], tmp_path: Path) -> None:
-    binary = tmp_path / "program"
-    subprocess.run(
-        [
-            COMPILER,
-            "-std=c++20",
-            "-O1",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-fsanitize=undefined",
-            "-fno-sanitize-recover=all",
-        ]
-        + [f"-I{ROOT / 'csrc'}", str(ROOT / "tests" / "cpp" / program), *(str(ROOT / source) for source in sources)]
-        + ["-o", str(binary)],
-        check=True,
-    )
-    result = subprocess.run([str(binary)], capture_output=True, text=True)
+def isa_objects(folder: Path) -> list[str]:
+    """The micro-kernels of this machine's instruction sets, each with the flags that setup.py gives it."""
+    objects = []
+    for name, (machines, flags) in build.ISA_UNITS.items():
+        if not machines or platform.machine() in machines:
+            objects.append(str(folder / f"{name}.o"))
+            source = str(ROOT / "csrc" / "cpu" / "isa" / f"{name}.cpp")
+            subprocess.run([COMPILER, *FLAGS, *flags, "-c", source, "-o", objects[-1]], check=True)
+    return objects
+
+
+def run(program: str, others: list[str], folder: Path) -> None:
+    binary = str(folder / "program")
+    subprocess.run([COMPILER, *FLAGS, str(ROOT / "tests" / "cpp" / program), *others, "-o", binary], check=True)
+    result = subprocess.run([binary], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert int(result.stdout.split()[0]) > 1000
+
+
+def test_common(tmp_path: Path) -> None:
+    run("test_common.cpp", [], tmp_path)
+
+
+def test_cpu_parts(tmp_path: Path) -> None:
+    run("test_cpu_parts.cpp", [str(ROOT / "csrc/cpu/micro_kernels.cpp"), *isa_objects(tmp_path)], tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")
+def test_isa_objects_export_their_tables_alone(tmp_path: Path) -> None:
+    """Whatever else they defined, the linker could give it to code that must run on older CPUs."""
+    for path in isa_objects(tmp_path):
+        command = ["nm", "--demangle", "--extern-only", "--defined-only", path]
+        symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        name = Path(path).stem
+        assert sorted(line.split()[-1] for line in symbols) == [f"flash::cpu::isa::{name}_fp{bits}" for bits in (32, 64)]

@@ -1,7 +1,9 @@
 #include "binding/build_params.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <vector>
@@ -29,6 +31,19 @@ DataType data_type(ScalarType dtype, const char* name) {
       FLASH_CHECK(false, name, " must be fp64, fp32, fp16 or bf16");
   }
   return DataType::kFloat32;
+}
+
+int32_t dtype_code(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double:
+      return aoti_torch_dtype_float64();
+    case ScalarType::Float:
+      return aoti_torch_dtype_float32();
+    case ScalarType::Half:
+      return aoti_torch_dtype_float16();
+    default:
+      return aoti_torch_dtype_bfloat16();
+  }
 }
 
 // The type of softmax, statistics, slopes and sink.
@@ -176,8 +191,20 @@ bool has_unused_rows(const RowLayout& rows) {
   return rows.cu_seqlens.given() || rows.seqused.given() || rows.leftpad.given();
 }
 
+// Through the C function and not through new_empty, which looks the op up by name: 1 µs instead of 2.5 for each output.
 Tensor allocate(const Tensor& like, const Sizes& shape, ScalarType dtype, bool zeros) {
-  return zeros ? torch::stable::new_zeros(like, shape, dtype) : torch::stable::new_empty(like, shape, dtype);
+  Sizes strides(shape.size());
+  int64_t stride = 1;
+  for (size_t d = shape.size(); d-- > 0; stride *= std::max<int64_t>(shape[d], 1)) strides[d] = stride;
+  int32_t device_type, device_index;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &device_index));
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(),
+                                                  dtype_code(dtype), device_type, device_index, &handle));
+  Tensor result(handle);
+  if (zeros) torch::stable::zero_(result);
+  return result;
 }
 
 Tensor gradient(const Tensor& x, bool wanted, bool zeros) {

@@ -9,7 +9,9 @@
 #include <tuple>
 
 #include "binding/build_params.h"
+#include "binding/check.h"
 #include "cpu/attention.h"
+#include "cpu/micro_kernels.h"
 
 namespace flash {
 namespace {
@@ -89,10 +91,18 @@ std::tuple<Tensor, Tensor> cpu_plan(bool is_fp64, int64_t batch, int64_t heads, 
   return {numbers, instruction_set};
 }
 
+int64_t cpu_limit_instruction_set(int64_t most) {
+  FLASH_CHECK(most >= 0, "most must be at least 0, is ", most);
+  return static_cast<int64_t>(cpu::limit_instruction_set(static_cast<cpu::InstructionSet>(most)));
+}
+
 }  // namespace
 }  // namespace flash
 
-STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) { m.impl("cpu_plan", TORCH_BOX(&flash::cpu_plan)); }
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
+  m.impl("cpu_plan", TORCH_BOX(&flash::cpu_plan));
+  m.impl("cpu_limit_instruction_set", TORCH_BOX(&flash::cpu_limit_instruction_set));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&flash::attention_forward));

@@ -25,4 +25,7 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   m.def(
       "cpu_plan(bool is_fp64, int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int dim, int dim_v, "
       "bool dropout, bool softcap) -> (Tensor numbers, Tensor instruction_set)");
+  // For tests: allow no instruction set beyond this one (0 portable, 1 AVX2, 2 AVX-512); returns the one that is used
+  // then.
+  m.def("cpu_limit_instruction_set(int most) -> int");
 }

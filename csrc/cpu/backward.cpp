@@ -71,7 +71,7 @@ class MainPass {
  private:
   struct WorkerBuffers {
     GradientTile<Real> tile;
-    Real *k_rows, *v_rows, *dq_lanes, *factor;
+    Real *k_rows, *v_rows, *dq_lanes;
     int64_t reals;
 
     WorkerBuffers(Real* piece, const MainPass& pass) : tile(piece, pass.p_, pass.size_) {
@@ -79,7 +79,6 @@ class MainPass {
       k_rows = carve.take(pass.packed_keys_ * pass.p_.dim);
       v_rows = carve.take(pass.packed_keys_ * pass.p_.dim_v);
       dq_lanes = carve.take(pass.p_.dim * pass.size_.rows);
-      factor = carve.take(pass.size_.rows);
       reals = tile.reals + carve.used();
     }
   };
@@ -230,17 +229,16 @@ class MainPass {
     if (t >= unit.tiles) return;
     const WorkerBuffers buffers(workspace_.piece(worker), *this);
     const int64_t lanes = size_.rows, reals = p_.dim * lanes;
-    const Real* sum = nullptr;
+    Real* sum = nullptr;
     for (int64_t c = unit.first_chunk; c < unit.first_chunk + unit.chunks; ++c) {
       const int64_t slot = c * kPhaseTiles + t % kPhaseTiles;
       if (!written[slot]) continue;
-      const Real* part = slots.piece(slot);
+      Real* part = slots.piece(slot);
       if (sum == nullptr) {
-        sum = part;
+        sum = part;  // the others are added to the first
         continue;
       }
-      for (int64_t x = 0; x < reals; ++x) buffers.dq_lanes[x] = sum[x] + part[x];
-      sum = buffers.dq_lanes;
+      for (int64_t x = 0; x < reals; ++x) sum[x] += part[x];
     }
     if (sum == nullptr) {
       std::fill(buffers.dq_lanes, buffers.dq_lanes + reals, Real(0));
@@ -249,9 +247,9 @@ class MainPass {
     const Range rows = rows_of_tile(unit, t);
     const Rows& q = unit.sequence->q;
     const int64_t head = unit.head_k * p_.group() + t / unit.query_blocks;
-    std::fill(buffers.factor, buffers.factor + lanes, static_cast<Real>(p_.score.scale));
-    unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin), rows.size(), p_.dim,
-                 buffers.factor, sum, lanes);
+    const Real scale = static_cast<Real>(p_.score.scale);
+    for (int64_t x = 0; x < reals; ++x) sum[x] *= scale;
+    unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin), rows.size(), p_.dim, sum, lanes);
   }
 
   bool wants_dq() const { return p_.dq.data != nullptr; }

@@ -94,7 +94,9 @@ void finish(const FwdParams& p, const HeadContext<Real>& head, Range rows, const
     write(p.log2_sum, statistics.log2_sum);
     write(p.lse, log_sum_exp(statistics));
   }
-  unpack_lanes(p.dtype, p.out, p.out.offset(q.batch, head.head, q.first() + rows.begin), rows.size(), p.dim_v, factor,
+  std::fill(factor + rows.size(), factor + lanes, Real(0));
+  scale_lanes(buffers.out_lanes, p.dim_v, factor, rows.size(), lanes);
+  unpack_lanes(p.dtype, p.out, p.out.offset(q.batch, head.head, q.first() + rows.begin), rows.size(), p.dim_v,
                buffers.out_lanes, lanes);
 }
 

@@ -53,7 +53,16 @@ struct MicroKernels {
   void (*probabilities)(const Probabilities<Real>&);
 };
 
-// The best set for this machine. (One set so far; the others are chosen here at run time.)
+// In ascending order; each includes those below.
+enum class InstructionSet : int { kPortable, kAvx2, kAvx512 };
+
+// What this machine has.
+InstructionSet best_instruction_set();
+
+// For tests: uses no more than `most` from now on, in the whole process. Returns what is used then.
+InstructionSet limit_instruction_set(InstructionSet most);
+
+// The micro-kernels of the best set that is allowed.
 template <class Real>
 const MicroKernels<Real>& micro_kernels();
 

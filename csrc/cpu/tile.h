@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "common/dropout.h"
 #include "common/score.h"
@@ -40,27 +41,94 @@ void pack_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, i
   }
 }
 
+// out[c][r] = factor · in[r][c], 4 × 4 elements at a time in fp32.
+template <class Real>
+void transpose(const Real* in, int64_t in_stride, int64_t rows, int64_t columns, Real factor, Real* out,
+               int64_t out_stride) {
+  int64_t r = 0;
+  if constexpr (std::is_same_v<Real, float>) {
+    typedef float Four __attribute__((vector_size(16)));
+    for (; r + 4 <= rows; r += 4) {
+      int64_t c = 0;
+      for (; c + 4 <= columns; c += 4) {
+        Four x[4];
+        for (int n = 0; n < 4; ++n) {
+          std::memcpy(&x[n], in + (r + n) * in_stride + c, sizeof(Four));
+          x[n] *= factor;
+        }
+        const Four low01 = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5),
+                   high01 = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
+        const Four low23 = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5),
+                   high23 = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+        const Four y[4] = {
+            __builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
+            __builtin_shufflevector(high01, high23, 0, 1, 4, 5), __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
+        for (int n = 0; n < 4; ++n) std::memcpy(out + (c + n) * out_stride + r, &y[n], sizeof(Four));
+      }
+      for (; c < columns; ++c)
+        for (int n = 0; n < 4; ++n) out[c * out_stride + r + n] = factor * in[(r + n) * in_stride + c];
+    }
+  }
+  for (; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) out[c * out_stride + r] = factor * in[r * in_stride + c];
+}
+
+// Rows of another type are converted some at a time.
+inline constexpr int64_t kConvertRows = 4, kConvertColumns = 128;
+
+template <class Real>
+constexpr DataType kNative = std::is_same_v<Real, double> ? DataType::kFloat64 : DataType::kFloat32;
+
 // out[d][lane] = factor · row `lane` of the operand; lanes from `rows` up to `lanes` become 0.
 template <class Real>
 void pack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real factor, Real* out,
                 int64_t lanes) {
-  for (int64_t r = 0; r < rows; ++r) {
-    with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
-      for (int64_t d = 0; d < dim; ++d) out[d * lanes + r] = load(d) * factor;
-    });
+  if (dtype == kNative<Real>) {
+    transpose(static_cast<const Real*>(x.data) + offset, x.row_stride, rows, dim, factor, out, lanes);
+  } else {
+    Real converted[kConvertRows * kConvertColumns];
+    for (int64_t r = 0; r < rows; r += kConvertRows)
+      for (int64_t d = 0; d < dim; d += kConvertColumns) {
+        const int64_t some_rows = std::min(kConvertRows, rows - r), some = std::min(kConvertColumns, dim - d);
+        for (int64_t n = 0; n < some_rows; ++n)
+          with_loader<Real>(dtype, x.data, offset + (r + n) * x.row_stride + d, [&](auto load) {
+            for (int64_t c = 0; c < some; ++c) converted[n * kConvertColumns + c] = load(c);
+          });
+        transpose(converted, kConvertColumns, some_rows, some, factor, out + d * lanes + r, lanes);
+      }
   }
-  for (int64_t d = 0; d < dim; ++d) std::fill(out + d * lanes + rows, out + (d + 1) * lanes, Real(0));
+  if (rows < lanes)
+    for (int64_t d = 0; d < dim; ++d) std::fill(out + d * lanes + rows, out + (d + 1) * lanes, Real(0));
 }
 
-// Rows of the operand = factor[lane] · in[d][lane]; a factor of 0 gives 0 whatever `in` holds.
+// x[d][lane] *= factor[lane]; a factor of 0 gives 0 whatever x holds.
 template <class Real>
-void unpack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, const Real* factor,
-                  const Real* in, int64_t lanes) {
-  for (int64_t r = 0; r < rows; ++r) {
-    with_storer<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto store) {
-      for (int64_t d = 0; d < dim; ++d) store(d, factor[r] == 0 ? Real(0) : factor[r] * in[d * lanes + r]);
-    });
+void scale_lanes(Real* x, int64_t dim, const Real* factor, int64_t rows, int64_t lanes) {
+  for (int64_t d = 0; d < dim; ++d)
+    for (int64_t r = 0; r < lanes; ++r) x[d * lanes + r] *= factor[r];
+  for (int64_t r = 0; r < rows; ++r)
+    if (factor[r] == 0)
+      for (int64_t d = 0; d < dim; ++d) x[d * lanes + r] = 0;
+}
+
+// Rows of the operand = in[d][lane].
+template <class Real>
+void unpack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, const Real* in,
+                  int64_t lanes) {
+  if (dtype == kNative<Real>) {
+    transpose(in, lanes, dim, rows, Real(1), static_cast<Real*>(x.data) + offset, x.row_stride);
+    return;
   }
+  Real converted[kConvertRows * kConvertColumns];
+  for (int64_t r = 0; r < rows; r += kConvertRows)
+    for (int64_t d = 0; d < dim; d += kConvertColumns) {
+      const int64_t some_rows = std::min(kConvertRows, rows - r), some = std::min(kConvertColumns, dim - d);
+      transpose(in + d * lanes + r, lanes, some, some_rows, Real(1), converted, kConvertColumns);
+      for (int64_t n = 0; n < some_rows; ++n)
+        with_storer<Real>(dtype, x.data, offset + (r + n) * x.row_stride + d, [&](auto store) {
+          for (int64_t c = 0; c < some; ++c) store(c, converted[n * kConvertColumns + c]);
+        });
+    }
 }
 
 // One head of one sequence.

@@ -54,11 +54,11 @@ def _check_tables(x: Tensor, cos: Tensor, sin: Tensor, names: tuple[str, str] = 
     for name, table in zip(names, (cos, sin), strict=True):
         checks.require_tensor(name, table)
         fits = table.dim() == 2 and table.is_floating_point()
-        checks.require(fits, name, checks.show(table), "must be floating point (seqlen_rotary, rotary_dim / 2)")
-        checks.require(table.device == x.device, name, checks.show(table), f"must be on x's device, {x.device}")
-    checks.require(sin.shape == cos.shape, names[1], checks.show(sin), f"must have {names[0]}'s shape, {cos.shape}")
+        checks.require(fits, name, table, "must be floating point (seqlen_rotary, rotary_dim / 2)")
+        checks.require(table.device == x.device, name, table, f"must be on x's device, {x.device}")
+    checks.require(sin.shape == cos.shape, names[1], sin, f"must have {names[0]}'s shape, {cos.shape}")
     rule = f"must have at most head dim / 2 = {x.shape[-1] // 2} columns"
-    checks.require(2 * cos.shape[-1] <= x.shape[-1], names[0], checks.show(cos), rule)
+    checks.require(2 * cos.shape[-1] <= x.shape[-1], names[0], cos, rule)
 
 
 def _positions(
@@ -71,7 +71,7 @@ def _positions(
     if is_varlen:
         cu_seqlens = checks.indices("cu_seqlens", cu_seqlens, None, x)
         batch = cu_seqlens.shape[0] - 1
-        checks.require(batch >= 0, "cu_seqlens", checks.show(cu_seqlens), "must have shape (batch + 1,)")
+        checks.require(batch >= 0, "cu_seqlens", cu_seqlens, "must have shape (batch + 1,)")
         checks.require_option(max_seqlen is not None, "max_seqlen", None, "must be given with cu_seqlens")
     longest = checks.length("max_seqlen", max_seqlen) if is_varlen else x.shape[1]
     if isinstance(seqlen_offsets, Tensor):
@@ -160,7 +160,7 @@ def apply_rotary_emb(
     checks.require_tensor("x", x)
     layout = "(batch, seqlen, heads, dim)" if cu_seqlens is None else "(total, heads, dim)"
     fits = x.dim() == (4 if cu_seqlens is None else 3) and x.is_floating_point()
-    checks.require(fits, "x", checks.show(x), f"must be floating point {layout}")
+    checks.require(fits, "x", x, f"must be floating point {layout}")
     _check_tables(x, cos, sin)
     return _apply([(x, cos, sin)], interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)[0]
 
@@ -171,7 +171,7 @@ apply_rotary_emb_func = apply_rotary_emb
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """`apply_rotary_emb` with one table row for each row of x: cos, sin (seqlen, rotary_dim / 2) or
     (batch, seqlen, rotary_dim / 2); x (batch, seqlen, heads, dim)."""
-    checks.require(2 * cos.shape[-1] <= x.shape[-1], "cos", checks.show(cos), f"must fit head dim {x.shape[-1]}")
+    checks.require(2 * cos.shape[-1] <= x.shape[-1], "cos", cos, f"must fit head dim {x.shape[-1]}")
     return _rotate(x, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved, inplace=False)
 
 
@@ -201,13 +201,13 @@ def apply_rotary_emb_qkv_(
     first = "(batch, seqlen" if cu_seqlens is None else "(total"
     layout = f"{first}, 3, heads, dim)" if num_heads_q is None else f"{first}, num_heads_q + 2 heads_k, dim)"
     fits = qkv.dim() == head_axes + (2 if cu_seqlens is None else 1) and qkv.is_floating_point()
-    checks.require(fits, "qkv", checks.show(qkv), f"must be floating point {layout}")
+    checks.require(fits, "qkv", qkv, f"must be floating point {layout}")
     if num_heads_q is None:
-        checks.require(qkv.shape[-3] == 3, "qkv", checks.show(qkv), f"must be {layout}")
+        checks.require(qkv.shape[-3] == 3, "qkv", qkv, f"must be {layout}")
         q, k, both = qkv.select(-3, 0), qkv.select(-3, 1), qkv.narrow(-3, 0, 2)
     else:
         rest = qkv.shape[-2] - num_heads_q
-        checks.require(rest >= 0 and rest % 2 == 0, "qkv", checks.show(qkv), f"must be {layout}, heads_k an integer")
+        checks.require(rest >= 0 and rest % 2 == 0, "qkv", qkv, f"must be {layout}, heads_k an integer")
         heads_k = rest // 2
         q, k = qkv.narrow(-2, 0, num_heads_q), qkv.narrow(-2, num_heads_q, heads_k)
         both = qkv.narrow(-2, 0, num_heads_q + heads_k)
@@ -216,7 +216,7 @@ def apply_rotary_emb_qkv_(
     if cos_k is not None or sin_k is not None:
         cos_k, sin_k = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
         _check_tables(qkv, cos_k, sin_k, ("cos_k", "sin_k"))
-        checks.require(cos_k.shape == cos.shape, "cos_k", checks.show(cos_k), f"must have cos's shape, {cos.shape}")
+        checks.require(cos_k.shape == cos.shape, "cos_k", cos_k, f"must have cos's shape, {cos.shape}")
         parts = [(q, cos, sin), (k, cos_k, sin_k)]
     _apply(parts, interleaved, True, seqlen_offsets, cu_seqlens, max_seqlen)
     return qkv
@@ -239,7 +239,7 @@ def apply_rotary_emb_kv_(
     checks.require_tensor("kv", kv)
     layout = "(batch, seqlen, 2, heads_k, dim)" if cu_seqlens is None else "(total, 2, heads_k, dim)"
     fits = kv.dim() == (5 if cu_seqlens is None else 4) and kv.shape[-3] == 2 and kv.is_floating_point()
-    checks.require(fits, "kv", checks.show(kv), f"must be floating point {layout}")
+    checks.require(fits, "kv", kv, f"must be floating point {layout}")
     _check_tables(kv, cos, sin)
     _apply([(kv.select(-3, 0), cos, sin)], interleaved, True, seqlen_offsets, cu_seqlens, max_seqlen)
     return kv

@@ -80,7 +80,7 @@ static void test_product(double tolerance) {
   std::uniform_real_distribution<double> uniform(-1, 1);
   for (int64_t rows : {0, 1, 2, 3, 5, 6, 7, 11, 12, 19})
     for (int64_t depth : {0, 1, 2, 7, 33})
-      for (int64_t lanes : {16, 48})
+      for (int64_t lanes : {16, 48, 64, 80})
         for (bool transposed : {false, true})
           for (bool accumulate : {false, true}) {
             std::vector<Real> a(rows * depth + 1), b(depth * lanes + 1), c(rows * lanes + 1);
@@ -128,10 +128,13 @@ int main() {
   test_conversion<8>(from_bf16, to_bf16);
   EXPECT(to_fp16(65519.0f) == 0x7BFF && to_fp16(65520.0f) == 0x7C00 && to_fp16(-1e10f) == 0xFC00 &&
          to_fp16(1e-9f) == 0);
-  test_exp2<float>(2.5e-7, -125.0f);
-  test_exp2<double>(1e-15, -1021.0);
-  test_product<float>(1e-5);
-  test_product<double>(1e-13);
+  for (int set = 0; set <= static_cast<int>(best_instruction_set()); ++set) {
+    EXPECT(limit_instruction_set(static_cast<InstructionSet>(set)) == static_cast<InstructionSet>(set));
+    test_exp2<float>(2.5e-7, -125.0f);
+    test_exp2<double>(1e-15, -1021.0);
+    test_product<float>(1e-5);
+    test_product<double>(1e-13);
+  }
   test_items();
   std::printf("%ld checks\n", checks);
 }

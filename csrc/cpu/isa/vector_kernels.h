@@ -33,7 +33,8 @@ struct Bits<double> {
   static constexpr double kRound = 6755399441055744.0;  // 1.5 · 2^52
 };
 
-template <class Real, int kVectorBytes>
+// kRows × kVectors accumulators fill the registers: see each instruction set's choice.
+template <class Real, int kVectorBytes, int kRows, int kVectors>
 struct Vectors {
   static constexpr int kWidth = kVectorBytes / sizeof(Real);
   using Int = typename Bits<Real>::Int;
@@ -71,38 +72,41 @@ struct Vectors {
     return select(x == x, flushed, x);
   }
 
-  // Rows × (kVectors · kWidth) lanes of C stay in registers over the whole depth.
-  template <int kRows, int kVectors>
+  // kR rows × (kV · kWidth) lanes of C stay in registers over the whole depth.
+  template <int kR, int kV>
   static inline __attribute__((always_inline)) void multiply_block(const Product<Real>& p, int64_t row, int64_t lane) {
-    Vector c[kRows][kVectors];
+    Vector c[kR][kV];
     Real* out = p.c + row * p.c_stride + lane;
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) c[r][v] = p.accumulate ? load(out + r * p.c_stride + v * kWidth) : Vector{};
+    for (int r = 0; r < kR; ++r)
+      for (int v = 0; v < kV; ++v) c[r][v] = p.accumulate ? load(out + r * p.c_stride + v * kWidth) : Vector{};
     const Real* a = p.a + row * p.a_row_stride;
     const Real* b = p.b + lane;
     for (int64_t k = 0; k < p.depth; ++k, a += p.a_depth_stride, b += p.b_stride) {
-      Vector bv[kVectors];
-      for (int v = 0; v < kVectors; ++v) bv[v] = load(b + v * kWidth);
-      for (int r = 0; r < kRows; ++r) {
+      Vector bv[kV];
+      for (int v = 0; v < kV; ++v) bv[v] = load(b + v * kWidth);
+      for (int r = 0; r < kR; ++r) {
         const Vector av = broadcast(a[r * p.a_row_stride]);
-        for (int v = 0; v < kVectors; ++v) c[r][v] += av * bv[v];
+        for (int v = 0; v < kV; ++v) c[r][v] += av * bv[v];
       }
     }
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) store(out + r * p.c_stride + v * kWidth, c[r][v]);
+    for (int r = 0; r < kR; ++r)
+      for (int v = 0; v < kV; ++v) store(out + r * p.c_stride + v * kWidth, c[r][v]);
+  }
+
+  // kR rows, all lanes.
+  template <int kR>
+  static inline __attribute__((always_inline)) void multiply_rows(const Product<Real>& p, int64_t row) {
+    int64_t lane = 0;
+    for (; lane + kVectors * kWidth <= p.lanes; lane += kVectors * kWidth) multiply_block<kR, kVectors>(p, row, lane);
+    for (; lane < p.lanes; lane += kWidth) multiply_block<kR, 1>(p, row, lane);
   }
 
   static void multiply(const Product<Real>& p) {
-    constexpr int kVectors = 2;
-    static_assert(kLanes % (kVectors * kWidth) == 0, "lanes are padded to whole blocks");
+    static_assert(kLanes % kWidth == 0, "lanes are padded to whole vectors");
     int64_t row = 0;
-    const auto sweep = [&]<int kRows>() __attribute__((always_inline)) {
-      for (; row + kRows <= p.rows; row += kRows)
-        for (int64_t lane = 0; lane < p.lanes; lane += kVectors * kWidth) multiply_block<kRows, kVectors>(p, row, lane);
-    };
-    sweep.template operator()<6>();  // 12 accumulators, 2 of B, 1 of A: 15 of 16 registers
-    sweep.template operator()<3>();
-    sweep.template operator()<1>();
+    for (; row + kRows <= p.rows; row += kRows) multiply_rows<kRows>(p, row);
+    for (; row + kRows / 2 <= p.rows; row += kRows / 2) multiply_rows<kRows / 2>(p, row);
+    for (; row < p.rows; ++row) multiply_rows<1>(p, row);
   }
 
   static constexpr Real kLog2E = Real(1.44269504088896340735992468100189214L);

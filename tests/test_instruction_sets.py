@@ -1,0 +1,42 @@
+"""The CPU backend with every instruction set of this machine, by the hidden switch: the same bounds for all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import cases
+import pytest
+import torch
+
+from flash_attn import explain
+
+NAMES = ("portable", "avx2", "avx512")
+
+
+@pytest.fixture(params=range(len(NAMES)), ids=NAMES)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    limit = torch.ops.flash_attn.cpu_limit_instruction_set
+    if limit(request.param) != request.param:
+        limit(len(NAMES) - 1)
+        pytest.skip(f"this machine has no {NAMES[request.param]}")
+    yield NAMES[request.param]
+    limit(len(NAMES) - 1)
+
+
+def test_explain_names_it(instruction_set: str) -> None:
+    x = torch.empty(1, 4, 1, 8)
+    assert explain(x, x, x).kernel == f"{instruction_set} micro-kernels"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sample_of_options(instruction_set: str, seed: int) -> None:
+    case = cases.random_case(random.Random(1000 + seed))
+    cases.check(case, "cpu", "auto")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(600))
+def test_large_sample_of_options(instruction_set: str, seed: int) -> None:
+    case = cases.random_case(random.Random(50_000 + seed))
+    cases.check(case, "cpu", "auto")
