@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd import Function, forward_ad
 
 from flash_attn import _ops, higher_order, reference
@@ -19,6 +20,9 @@ Needs = tuple[bool, bool, bool, bool, bool]
 
 def _by_example(function: type[Function], info: Any, in_dims: tuple, args: tuple) -> tuple[tuple, tuple]:
     """vmap by calling `function` once for each example and stacking what comes out."""
+
+    if info.batch_size == 0:
+        raise RuntimeError("vmap over a batch of size 0 has no example to learn the results' shapes from")
 
     def example(b: int) -> tuple:
         return tuple(_select(x, dim, b) for x, dim in zip(args, in_dims, strict=True))
@@ -45,6 +49,20 @@ def _without_tensors(problem: Problem) -> Problem:
 
 def _forward_mode_is_possible() -> bool:
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _needs_plain_chunks(inputs: tuple[Tensor | None, ...]) -> bool:
+    """Forward mode over another derivative. torch runs a Function's jvp with forward mode off, so an outer level would
+    see zeros: these calls go through differentiable PyTorch, exact in any nesting, but with the memory of what they
+    record."""
+    if torch._C._are_functorch_transforms_active():
+        levels = [level.key() for level in torch._C._functorch.get_interpreter_stack()]  # outermost first
+        derivatives = [key for key in levels if key in (TransformType.Grad, TransformType.Jvp)]
+        if forward_ad._current_level >= 0 and TransformType.Jvp not in derivatives:
+            derivatives.insert(0, TransformType.Jvp)  # a plain dual level outside
+        return TransformType.Jvp in derivatives[:-1]
+    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return forward_ad._current_level >= 0 and needs_grad
 
 
 class TraceableAttention(Function):
@@ -156,7 +174,15 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a checked call. Where no gradient is wanted nothing is saved: no-grad mode keeps no context."""
     if torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            # The compiler would trace through the forward and take its derivative for zero.
+            raise NotImplementedError(
+                "torch.compile around a torch.func transform of attention: compile the function inside the transform, "
+                "or neither; `standard_attention` can be compiled so"
+            )
         function = TraceableAttention
+    elif _needs_plain_chunks((q, k, v, bias, sink)):
+        return higher_order.plain_forward(q, k, v, bias, sink, problem)
     elif _forward_mode_is_possible():
         function = Attention
     elif torch.is_grad_enabled() and (

@@ -37,6 +37,7 @@ def standard_attention(
 
     Source: the FlashAttention paper (2022), Algorithm 0.
     """
+    q, k, v, bias = dispatch.autocast(q, k, v, bias)
     bias, sink, problem = checks.attention(
         q,
         k,

@@ -7,18 +7,21 @@ same answers. Nothing here reads the contents of a tensor, except `validate`, wh
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attn.problem import Problem, compute_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
 LARGEST = sys.float_info.max
+LONGEST = 2**62  # safe to add to
 BACKENDS = ("auto", "cpu", "mma_sync", "wgmma", "reference")
 
 
@@ -30,13 +33,16 @@ def require(condition: Any, name: str, value: object, rule: str, *details: objec
     """
     if condition is True:
         return
+    if isinstance(condition, Tensor):  # torch.jit.trace makes tensors of sizes
+        condition = bool(condition)
 
     def message() -> str:
         return f"{name} {rule.format(*details)}; got {show(value) if isinstance(value, Tensor) else value}"
 
-    if condition is False:
-        raise RuntimeError(message())
-    if torch.compiler.is_dynamo_compiling():
+    if isinstance(condition, bool):
+        if not condition:
+            raise RuntimeError(message())
+    elif torch.compiler.is_dynamo_compiling():
         torch._check(condition)  # no message: dynamo cannot trace one that names a symbolic value
     else:
         torch._check(condition, message)
@@ -54,47 +60,80 @@ def show(x: Tensor) -> str:
 def require_tensor(name: str, x: object) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        raise RuntimeError(f"{name} must be a dense (strided) tensor; got layout {x.layout}, nested: {x.is_nested}")
 
 
 # ---- Options that are no tensors ------------------------------------------------------------------------------------
 
 
+def constant(name: str, x: Tensor) -> None:
+    """A tensor that has no derivative here, whatever mode would ask for one."""
+    has_tangent = (
+        x.is_floating_point() and forward_ad.unpack_dual(x).tangent is not None if _in_forward_mode() else False
+    )
+    if has_tangent or (x.requires_grad and torch.is_grad_enabled()):
+        raise NotImplementedError(
+            f"{name} is a constant here and has no gradient: detach it, or put it into q or `bias`"
+        )
+
+
+def _in_forward_mode() -> bool:
+    return forward_ad._current_level >= 0
+
+
 def number(name: str, value: object, low: float, high: float, rule: str) -> float:
     """A float in [low, high], which are finite; 0-dim tensors count as numbers."""
+    if isinstance(value, Tensor):
+        constant(name, value)
     try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError(value)
         x = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"{name} {rule}; got {value!r}") from error
     require_option(low <= x <= high, name, value, rule)  # false for NaN
     return x
 
 
-def length(name: str, value: object) -> int:
-    """A length >= 0; 0-dim tensors count as numbers."""
+def integer(name: str, value: object, low: int, rule: str) -> int:
+    """An integer in [low, 2^62]; 0-dim integer tensors count."""
     if isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     try:
-        x = int(value)  # type: ignore[call-overload]
+        x = operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} must be an integer >= 0; got {value!r}") from error
-    require_option(x >= 0, name, value, "must be an integer >= 0")
+        raise ValueError(f"{name} {rule}; got {value!r}") from error
+    require_option(low <= x <= LONGEST, name, value, rule)
     return x
 
 
+def length(name: str, value: object) -> int:
+    return integer(name, value, 0, "must be an integer in [0, 2^62]")
+
+
 def window(window_size: Sequence[int]) -> tuple[int, int]:
-    rule = "must be (left, right), each a number of keys >= 0 or -1 for unlimited"
+    rule = "must be (left, right), each a whole number of keys >= 0, or -1 for unlimited"
     try:
         left, right = window_size
-        left, right = int(left), int(right)
+        left, right = operator.index(left), operator.index(right)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"window_size {rule}; got {window_size!r}") from error
     require_option(left >= -1 and right >= -1, "window_size", (left, right), rule)
-    most = 2**62  # wider than any sequence: the same as unlimited, and safe to add to
-    return min(left, most), min(right, most)
+    return min(left, LONGEST), min(right, LONGEST)  # wider than any sequence is unlimited
+
+
+def flag(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, (str, bytes)) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise ValueError(f"{name} must be True or False; got {value!r}")
+    return bool(value)
 
 
 def backend_name(backend: object) -> str:
-    require_option(backend in BACKENDS, "backend", repr(backend), f"must be one of {', '.join(BACKENDS)}")
+    if not isinstance(backend, str) or backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}; got {backend!r}")
     return backend  # type: ignore[return-value]
 
 
@@ -149,7 +188,6 @@ def indices(name: str, x: Tensor | None, size: int | None, q: Tensor) -> Tensor 
 
 def broadcastable(name: str, x: Tensor, q: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
     """x as a 4-D view that broadcasts to (batch, heads, seqlen_q, seqlen_k)."""
-    require_tensor(name, x)
     rule = "must be broadcastable to (batch, heads, seqlen_q, seqlen_k) = {}"
     require(x.dim() <= 4, name, x, rule, sizes)
     for given, full in zip(reversed(x.shape), reversed(sizes), strict=False):
@@ -168,11 +206,7 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int, heads: int) -> Te
     fits = shape == (heads,) or shape == (batch, heads)
     require(fits, "alibi_slopes", alibi_slopes, "must have shape ({},) or ({}, {})", heads, batch, heads)
     on_device_of_q("alibi_slopes", alibi_slopes, q)
-    if alibi_slopes.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            "alibi_slopes with requires_grad=True: slopes are constants here; give the slopes as a `bias`, which has a "
-            "gradient, or detach them"
-        )
+    constant("alibi_slopes", alibi_slopes)
     return alibi_slopes.detach().to(dtype).reshape(-1, heads) if heads else alibi_slopes.detach().to(dtype).view(1, 0)
 
 
@@ -188,10 +222,10 @@ def seed(dropout_seed: Tensor | None, q: Tensor) -> Tensor | None:
 
 def draw_seed(problem: Problem, q: Tensor) -> Problem:
     """The last step before a call that drops: a seed from torch's generator on q's device, if none was given."""
-    if problem.drops == (problem.dropout_seed is not None):
-        return problem
     if not problem.drops:
-        return problem._replace(dropout_seed=None)
+        return problem if problem.dropout_seed is None else problem._replace(dropout_seed=None)
+    if problem.dropout_seed is not None:
+        return problem
     return problem._replace(dropout_seed=torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device))
 
 
@@ -252,29 +286,26 @@ def attention(
         scale = number("softmax_scale", softmax_scale, -LARGEST, LARGEST, "must be a finite number")
     left, right = window(window_size)
     dropout_p = number("dropout_p", dropout_p, 0.0, 1.0, "must be a probability in [0, 1]")
-    softcap = number("softcap", softcap, 0.0, LARGEST, "must be a finite number >= 0 (0 = off)")
+    softcap = number("softcap", softcap, 0.0, 1e30, "must be in [0, 1e30] (0 = off)")
 
     if bias is not None:
         bias = broadcastable("bias", bias, q, sizes)
-        require(
-            bias.dtype in (q.dtype, torch.float32), "bias", bias, f"must have q's dtype, {q.dtype}, or float32"
-        )
+        require(bias.dtype in (q.dtype, torch.float32), "bias", bias, f"must have q's dtype, {q.dtype}, or float32")
     if mask is not None:
-        mask = broadcastable("mask", mask, q, sizes)
+        require_tensor("mask", mask)
         require(mask.dtype == torch.bool, "mask", mask, "must be bool (True = may attend)")
+        mask = broadcastable("mask", mask, q, sizes)
     sink = learnable_sink
     if sink is not None:
         require_tensor("learnable_sink", sink)
-        require(
-            tuple(sink.shape) == (heads,), "learnable_sink", sink, f"must have shape ({heads},), one per head"
-        )
+        require(tuple(sink.shape) == (heads,), "learnable_sink", sink, f"must have shape ({heads},), one per head")
         require(sink.dtype in FLOATS, "learnable_sink", sink, "must be a floating-point tensor")
         on_device_of_q("learnable_sink", sink, q)
         sink = sink.to(compute_dtype(q.dtype)).contiguous()
 
     problem = Problem(
         softmax_scale=scale,
-        causal=bool(causal),
+        causal=flag("causal", causal),
         window_left=left,
         window_right=right,
         upper_left=upper_left,
@@ -291,7 +322,7 @@ def attention(
         seqused_k=indices("seqused_k", seqused_k, batch, q),
         leftpad_q=indices("leftpad_q", leftpad_q, batch, q),
         leftpad_k=indices("leftpad_k", leftpad_k, batch, q),
-        deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+        deterministic=flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
     )
     return bias, sink, problem
 

@@ -38,13 +38,22 @@ def choose_backend(backend: str, q: Tensor) -> str:
     return "cpu"
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, all of q, k and v in autocast's dtype, as torch's own matrix products do; fp64 stays."""
-    device = tensors[0].device.type
+def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Under autocast all of q, k and v in autocast's dtype, as torch's own matrix products do, and a half-precision
+    bias with them; a bias in fp32 stays as it is, fp64 too, and a sink is fp32 in any case."""
+    device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
+        return q, k, v, bias
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+    q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    if bias is not None and bias.dtype in (torch.float16, torch.bfloat16):
+        bias = bias.to(dtype)
+    return q, k, v, bias
+
+
+def contents_can_be_read(q: Tensor) -> bool:
+    """Not while torch traces or transforms the call: then the op checks, when it runs."""
+    return not (q.device.type == "meta" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def attention(
@@ -80,7 +89,9 @@ def attention(
     refuse("block_mask", block_mask, "block-sparse attention is not built yet; `mask` takes an element mask")
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.require_tensor(name, x)
-    q, k, v = _autocast(q, k, v)
+    if bias is not None:
+        checks.require_tensor("bias", bias)
+    q, k, v, bias = autocast(q, k, v, bias)
     bias, sink, problem = checks.attention(
         q,
         k,
@@ -107,7 +118,7 @@ def attention(
         upper_left=upper_left,
     )
     backend = choose_backend(backend, q)
-    if problem.has_lengths and q.device.type != "meta" and (backend == "reference" or problem.drops):
+    if problem.has_lengths and (backend == "reference" or problem.drops) and contents_can_be_read(q):
         # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,
         # which is too late to leave the generator untouched where a seed is drawn.
         checks.validate_problem(q, k, problem)

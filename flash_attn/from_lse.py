@@ -29,6 +29,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     if len(outs) == 0 or len(outs) != len(lses):
         raise RuntimeError(f"outs and lses must be equally many, at least one each; got {len(outs)} and {len(lses)}")
+    for name, parts in (("outs", outs), ("lses", lses)):
+        for i, x in enumerate(parts):
+            checks.require_tensor(f"{name}[{i}]", x)
     first, first_lse = outs[0], lses[0]
     is_attention = first.dim() in (3, 4) and first.is_floating_point()
     checks.require(is_attention, "outs[0]", first, "must be floating point, 4-D or (varlen) 3-D")
@@ -119,9 +122,7 @@ def attention_probs(
     )
     checks.require_tensor("lse", lse)
     shape = (q_rows.shape[0], q_rows.shape[2], n_rows)
-    checks.require(
-        tuple(lse.shape) == shape, "lse", lse, f"must have shape {shape}: the LSE of these rows"
-    )
+    checks.require(tuple(lse.shape) == shape, "lse", lse, f"must have shape {shape}: the LSE of these rows")
     checks.require(lse.dtype in (torch.float32, torch.float64), "lse", lse, "must be float32 or float64")
     checks.on_device_of_q("lse", lse, q_rows)
     if rows is not None:

@@ -7,7 +7,7 @@ differentiable PyTorch (`reference.attend_rows`), which torch.func differentiate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -64,8 +64,7 @@ def backward_derivative(
     for span in reference.spans(q_4d, k_4d, problem):
         keys = [x[span.storage, :, span.columns] for x in (k_4d, v_4d, tangent_k, tangent_v)]
         sums = [torch.zeros_like(x) for x in keys[:2]]
-        area = max(1, (span.storage.stop - span.storage.start) * q_4d.shape[1] * span.seqlen_k)
-        for i in reference.blocks(span.seqlen_q, max(1, CHUNK_ELEMENTS // area)):
+        for i in _chunks(span, q_4d.shape[1]):
             rows = slice(span.rows.start + i.start, span.rows.start + i.stop)
             primals = [x[span.storage, :, rows] for x in (dout_4d, dlse_3d, q_4d)] + keys[:2] + whole
             first = _first_backward(problem, span, i, bias is not None, sink is not None)
@@ -76,21 +75,12 @@ def backward_derivative(
             totals = [x + part for x, part in zip(totals, parts[5:], strict=True)]
         by_keys.append((span, tuple(sums)))
 
-    def gather(like: Tensor, pieces: list[tuple[slice, slice, Tensor]]) -> Tensor:
-        """A tensor like `like` (batch, heads, rows, ...) with the pieces in their places and zeros elsewhere."""
-        result = torch.zeros_like(like)
-        for storage, rows, piece in pieces:
-            result = result.slice_scatter(
-                result[storage].slice_scatter(piece, 2, rows.start, rows.stop), 0, storage.start, storage.stop
-            )
-        return result
-
     row_results = [
-        gather(like, [(span.storage, rows, parts[n]) for span, rows, parts in by_rows])
+        _gather(like, [(span.storage, rows, parts[n]) for span, rows, parts in by_rows])
         for n, like in enumerate((dout_4d, dlse_3d, q_4d))
     ]
     key_results = [
-        gather(like, [(span.storage, span.columns, parts[n]) for span, parts in by_keys])
+        _gather(like, [(span.storage, span.columns, parts[n]) for span, parts in by_keys])
         for n, like in enumerate((k_4d, v_4d))
     ]
     d_dout, d_dlse, dq, dk, dv = *row_results, *key_results
@@ -109,6 +99,46 @@ def backward_derivative(
         None if bias is None else next(rest),
         None if sink is None else next(rest),
     )
+
+
+def _gather(like: Tensor, pieces: list[tuple[slice, slice, Tensor]]) -> Tensor:
+    """A tensor like `like` (batch, heads, rows, ...) with the pieces in their places and zeros elsewhere."""
+    result = torch.zeros_like(like)
+    for storage, rows, piece in pieces:
+        part = result[storage].slice_scatter(piece, 2, rows.start, rows.stop)
+        result = result.slice_scatter(part, 0, storage.start, storage.stop)
+    return result
+
+
+def _chunks(span: reference.Span, heads: int) -> Iterator[slice]:
+    """The query rows of a span, cut so that their matrices have CHUNK_ELEMENTS elements."""
+    area = max(1, (span.storage.stop - span.storage.start) * heads * span.seqlen_k)
+    return reference.blocks(span.seqlen_q, max(1, CHUNK_ELEMENTS // area))
+
+
+def plain_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem
+) -> tuple[Tensor, Tensor]:
+    """out and lse in plain differentiable PyTorch, chunk by chunk: right under any nesting of derivatives.
+
+    What it records for reverse mode has N × N elements.
+    """
+    dtype = compute_dtype(q.dtype)
+    q_4d, k_4d, v_4d = (reference.heads_first(x.to(dtype)) for x in (q, k, v))
+    outs, lses = [], []
+    for span in reference.spans(q_4d, k_4d, problem):
+        k_rows, v_rows = (x[span.storage, :, span.columns] for x in (k_4d, v_4d))
+        for i in _chunks(span, q_4d.shape[1]):
+            rows = slice(span.rows.start + i.start, span.rows.start + i.stop)
+            q_rows = q_4d[span.storage, :, rows]
+            out, lse = reference.attend_rows(q_rows, k_rows, v_rows, bias, sink, problem, span, i)
+            outs.append((span.storage, rows, out))
+            lses.append((span.storage, rows, lse))
+    out = _gather(q_4d.new_zeros(*q_4d.shape[:3], v.shape[-1]), outs).transpose(1, 2).to(q.dtype)
+    lse = _gather(q_4d.new_zeros(q_4d.shape[:3]), lses)
+    covered = _gather(q_4d.new_zeros(q_4d.shape[:3]), [(s, r, torch.ones_like(x)) for s, r, x in lses])
+    lse = torch.where(covered != 0, lse, -torch.inf)  # padding
+    return (out, lse) if q.dim() == 4 else (out.squeeze(0), lse.squeeze(0))
 
 
 def _first_backward(

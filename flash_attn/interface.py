@@ -47,7 +47,8 @@ def flash_attn_func(
         causal: query i sees key j iff j <= i + seqlen_k - seqlen_q (aligned to the lower right corner).
         window_size: (left, right): query i sees keys i + seqlen_k - seqlen_q - left ... + right, both ends included;
             -1 = unlimited. With `causal` right is 0.
-        softcap: > 0: logits become softcap · tanh(logits / softcap), after the scale, before ALiBi and bias; 0 = off.
+        softcap: in (0, 1e30]: logits become softcap · tanh(logits / softcap), after the scale, before ALiBi and bias;
+            0 = off.
         alibi_slopes: (heads,) or (batch, heads), fp32: adds -slope · |i + seqlen_k - seqlen_q - j|. A constant.
         deterministic: bitwise repeatable dq (dk and dv always are; the CPU backend repeats everything).
         return_attn_probs: return (out, lse, S_dmask), a debugging aid: with dropout S_dmask (batch, heads, seqlen_q,
@@ -74,6 +75,7 @@ def flash_attn_func(
 
     Raises:
         RuntimeError: shapes, dtypes or devices of tensors, or the contents of lengths. ValueError: other options.
+        TypeError: something that is no tensor where a tensor belongs.
         NotImplementedError: nothing serves the combination; the message says what to use instead.
 
     Arithmetic: fp32 accumulation and softmax (fp64 for fp64); memory O(seqlen). Under autocast q, k and v are cast.

@@ -1,7 +1,20 @@
 // Checks of raw op calls: only what keeps memory safe. flash_attn/checks.py has spoken before, in better sentences.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/util/Exception.h>
+#include <sstream>
+#include <stdexcept>
 
-#define FLASH_CHECK(condition, ...) STD_TORCH_CHECK(condition, "flash_attn: ", __VA_ARGS__)
+namespace flash {
+
+// A RuntimeError in Python. (torch's own macro would put function, file and line before the sentence.)
+template <class... Parts>
+[[noreturn]] void fail(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+}  // namespace flash
+
+#define FLASH_CHECK(condition, ...) \
+  if (!(condition)) ::flash::fail(__VA_ARGS__)

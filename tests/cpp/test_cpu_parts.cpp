@@ -55,23 +55,29 @@ static void test_conversion(From from, To to) {
   }
 }
 
+// probabilities() computes exp(S - R) · 2^-L.
 template <class Real>
-static void test_exp2(double tolerance, Real lowest) {
+static Real exp_of(Real s, Real minus_l) {
   constexpr int64_t kN = 16;
-  std::vector<Real> s(kN), zero(kN, Real(0));
-  const auto exp2_of = [&](Real x) {
-    // probabilities() computes exp2((S - R) · log2 e - L): R = S = 0 leaves exp2(-L).
-    std::fill(s.begin(), s.end(), Real(0));
-    const std::vector<Real> log2_sum(kN, -x);
-    micro_kernels<Real>().probabilities({1, kN, s.data(), kN, zero.data(), log2_sum.data()});
-    return s[3];
-  };
-  for (Real x = lowest; x < 20; x += Real(0.00731))
-    EXPECT(std::fabs(double(exp2_of(x)) / std::exp2(double(x)) - 1) < tolerance);
-  EXPECT(exp2_of(0) == 1 && exp2_of(1) == 2 && exp2_of(-3) == Real(0.125));
-  EXPECT(exp2_of(-INFINITY) == 0 && exp2_of(2 * lowest - 1000) == 0 && exp2_of(-3e38f) == 0);
-  EXPECT(std::isinf(exp2_of(INFINITY)) && std::isinf(exp2_of(2000)) && std::isnan(exp2_of(NAN)) &&
-         std::isnan(exp2_of(-Real(NAN))));
+  std::vector<Real> scores(kN, s);
+  const std::vector<Real> zero(kN, Real(0)), log2_sum(kN, -minus_l);
+  micro_kernels<Real>().probabilities({1, kN, scores.data(), kN, zero.data(), log2_sum.data()});
+  return scores[3];
+}
+
+template <class Real>
+static void test_exp(double tolerance, Real lowest, Real highest) {
+  const Real zero = 0;
+  for (Real x = lowest; x < highest; x += Real(0.00731)) {
+    EXPECT(std::fabs(double(exp_of(x, zero)) / std::exp(double(x)) - 1) < tolerance);
+    EXPECT(std::fabs(double(exp_of(zero, x)) / std::exp2(double(x)) - 1) < tolerance);
+  }
+  EXPECT(exp_of(zero, zero) == 1 && exp_of(zero, Real(1)) == 2 && exp_of(zero, Real(-3)) == Real(0.125));
+  for (Real x : {Real(-INFINITY), 3 * lowest, Real(-3e38f)}) EXPECT(exp_of(x, zero) == 0 && exp_of(zero, x) == 0);
+  for (Real x : {Real(INFINITY), 3 * highest, Real(3e38f)})
+    EXPECT(std::isinf(exp_of(x, zero)) && std::isinf(exp_of(zero, x)));
+  EXPECT(std::isnan(exp_of(Real(NAN), zero)) && std::isnan(exp_of(-Real(NAN), zero)) &&
+         std::isnan(exp_of(zero, Real(NAN))));
 }
 
 template <class Real>
@@ -130,8 +136,8 @@ int main() {
          to_fp16(1e-9f) == 0);
   for (int set = 0; set <= static_cast<int>(best_instruction_set()); ++set) {
     EXPECT(limit_instruction_set(static_cast<InstructionSet>(set)) == static_cast<InstructionSet>(set));
-    test_exp2<float>(2.5e-7, -125.0f);
-    test_exp2<double>(1e-15, -1021.0);
+    test_exp<float>(2.5e-7, -87.3f, 88.3f);
+    test_exp<double>(1e-15, -708.3, 709.4);
     test_product<float>(1e-5);
     test_product<double>(1e-13);
   }
