@@ -18,7 +18,7 @@ from harness import RESULTS, header, table, time_in_turns
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_attn import flash_attn_func, standard_attention
+from flash_attn import explain, flash_attn_func, standard_attention
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -63,9 +63,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two lengths instead of five")
     parser.add_argument("--out", type=Path, default=RESULTS / "cpu_attention.md")
+    parser.add_argument("--portable", action="store_true", help="the portable micro-kernels, whatever the CPU has")
     parser.add_argument("--seconds", type=float, default=1.0, help="per cell and direction")
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    if arguments.portable:
+        torch.ops.flash_attn.cpu_limit_instruction_set(0)
+    x = torch.empty(1, 1, 1, 1)
+    kernel = explain(x, x, x).kernel
 
     rows = []
     for name, dtype in DTYPES.items():
@@ -83,7 +88,7 @@ def main() -> None:
             f"{direction} standard",
             f"{direction} ours / torch",
         ]
-    text = header("Attention on the CPU, GFLOP/s") + "\n" + table(columns, rows)
+    text = header(f"Attention on the CPU, {kernel}: GFLOP/s") + "\n" + table(columns, rows)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(text)
     print(f"written to {arguments.out}")

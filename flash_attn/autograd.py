@@ -174,11 +174,11 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a checked call. Where no gradient is wanted nothing is saved: no-grad mode keeps no context."""
     if torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active():
+        if _forward_mode_is_possible():
             # The compiler would trace through the forward and take its derivative for zero.
             raise NotImplementedError(
-                "torch.compile around a torch.func transform of attention: compile the function inside the transform, "
-                "or neither; `standard_attention` can be compiled so"
+                "torch.compile around a torch.func transform or forward mode of attention: compile the function inside "
+                "it, or neither; `standard_attention` can be compiled so"
             )
         function = TraceableAttention
     elif _needs_plain_chunks((q, k, v, bias, sink)):

@@ -1,6 +1,7 @@
 """Between padded batches (batch, seqlen, ...) and packed rows (total, ...), as `flash_attn_varlen_func` takes them.
 
-The names and results are those that code written for flash-attn imports. All functions are differentiable to any order in reverse mode.
+The names and results are those that code written for flash-attn imports. All functions are differentiable to any order
+in reverse mode.
 `pad_input` and the `index_*` functions compile without graph breaks; how many rows `unpad_input` returns depends on the
 contents of the mask, so it waits for the device.
 """

@@ -72,6 +72,9 @@ def explain(
         >>> print(flash_attn.explain(q, k, v, causal=True))
     """
     checks.backend_name(backend)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.require_tensor(name, x)
+    q, k, v, bias = dispatch.autocast(q, k, v, bias)
     *_, problem = checks.attention(
         q,
         k,
@@ -130,7 +133,10 @@ def explain(
     if chosen == "reference":
         tile = (min(reference.BLOCK_ROWS, problem.max_seqlen_q), min(reference.BLOCK_COLUMNS, problem.max_seqlen_k))
         together = 1 if problem.has_lengths else max(1, reference.TILE_ELEMENTS // max(1, heads * tile[0] * tile[1]))
-        tile_bytes = min(batch, together) * heads * tile[0] * tile[1] * (8 if q.dtype == torch.float64 else 4)
-        # PyTorch holds about three tiles at once forward (S, P, a temporary) and five backward (dP and dS too).
-        return Explanation(chosen, "PyTorch", tile, torch.get_num_threads(), 3 * tile_bytes, 5 * tile_bytes, refusals)
+        item, together = (8 if q.dtype == torch.float64 else 4), min(batch, together)
+        tile_bytes = together * heads * tile[0] * tile[1] * item
+        row_bytes = together * heads * problem.max_seqlen_q * max(dim, dim_v) * item
+        # Tiles (S, P, temporaries; dP, dS) and the accumulators of whole sequences, as PyTorch holds them at once.
+        forward, backward = 4 * tile_bytes + 2 * row_bytes, 6 * tile_bytes + 3 * row_bytes
+        return Explanation(chosen, "PyTorch", tile, torch.get_num_threads(), forward, backward, refusals)
     return Explanation(None, "", (0, 0), 0, 0, 0, refusals)

@@ -51,4 +51,5 @@ def test_isa_objects_export_their_tables_alone(tmp_path: Path) -> None:
         command = ["nm", "--demangle", "--extern-only", "--defined-only", path]
         symbols = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         name = Path(path).stem
-        assert sorted(line.split()[-1] for line in symbols) == [f"flash::cpu::isa::{name}_fp{bits}" for bits in (32, 64)]
+        expected = [f"flash::cpu::isa::{name}_fp{bits}" for bits in (32, 64)]
+        assert sorted(line.split()[-1] for line in symbols) == expected

@@ -13,6 +13,7 @@ from cases import Case
 from test_pytorch import FEATURES, Called, as_tuple, run, same
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, standard_attention
@@ -171,24 +172,28 @@ def test_linearize_and_vjp():
     torch.testing.assert_close((push(t) * w).sum(), (pull(w)[0] * t).sum())
 
 
+def _tangent(q: Tensor, t: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(flash_attn_func(forward_ad.make_dual(q, t), q, q)).tangent
+
+
 def test_forward_mode_by_dual_numbers():
-    """torch.autograd.forward_ad directly; inside torch.compile it is right or refused, never dropped."""
-    from torch.autograd import forward_ad
+    """torch.autograd.forward_ad directly."""
+    q = qkv()[0]
+    want = torch.func.jvp(lambda x: standard_attention(x, q, q), (q,), (q.cos(),))[1]
+    torch.testing.assert_close(_tangent(q, q.cos()), want)
 
-    q, k, v = qkv()
 
-    def tangent(q: Tensor, t: Tensor) -> Tensor:
-        with forward_ad.dual_level():
-            return forward_ad.unpack_dual(flash_attn_func(forward_ad.make_dual(q, t), k, v)).tangent
-
-    want = torch.func.jvp(lambda q: standard_attention(q, k, v), (q,), (q.cos(),))[1]
-    torch.testing.assert_close(tangent(q, q.cos()), want)
+def test_compiled_dual_numbers_are_right_or_refused():
+    """A tangent is never dropped in silence (None: zero)."""
+    q = qkv()[0]
     torch._dynamo.reset()
     try:
-        got = torch.compile(tangent, fullgraph=True, backend="aot_eager")(q, q.cos())
+        got = torch.compile(_tangent, fullgraph=True, backend="aot_eager")(q, q.cos())
     except (RuntimeError, NotImplementedError):
         return
-    torch.testing.assert_close(got, want)
+    assert got is not None, "the tangent is lost"
+    torch.testing.assert_close(got, _tangent(q, q.cos()))
 
 
 def test_double_backward_through_a_checkpoint():
@@ -387,7 +392,7 @@ def test_inductor(name: str):
     torch._dynamo.reset()
     f = FEATURES[name]
     compiled = torch.compile(f.function, fullgraph=True)
-    got, want = run(f, f.inputs(), lambda _: compiled), run(f, f.inputs())
+    want, got = run(f, f.inputs()), run(f, f.inputs(), lambda _: compiled)
     if f.random:
         assert all(g.shape == w.shape and g.stride() == w.stride() for g, w in zip(got, want, strict=True))
         return
