@@ -126,10 +126,17 @@ def backward(
     """dq, dk, dv, dbias, dsink: None where `needs` says so, and not computed."""
     dout, q, k, v = _unit_stride(dout), _unit_stride(q), _unit_stride(k), _unit_stride(v)
     dlse = None if dlse is None else dlse.contiguous()
-    gradients = torch.ops.flash_attn.attention_backward(
+    dq, dk, dv, dbias, dsink = torch.ops.flash_attn.attention_backward(
         dout, dlse, q, k, v, out, statistics, bias, sink, *needs, *_options(problem)
     )
-    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
+    need_dq, need_dk, need_dv, need_dbias, need_dsink = needs
+    return (
+        dq if need_dq else None,
+        dk if need_dk else None,
+        dv if need_dv else None,
+        dbias if need_dbias else None,
+        dsink if need_dsink else None,
+    )
 
 
 # ---- Fake kernels: shapes, dtypes and strides of the real ones ------------------------------------------------------

@@ -39,12 +39,20 @@ def _select(x: Any, dim: Any, b: int) -> Any:
     return x if dim is None or not isinstance(x, Tensor) else x.select(dim, b)
 
 
-NO_TENSORS = (None,) * len(Problem(1.0).tensors())
+def _saved(problem: Problem) -> tuple[Tensor | None, ...]:
+    """The tensors of a problem, for save_for_backward, which sees changes in place; nothing where there are none."""
+    tensors = problem.tensors()
+    return () if all(x is None for x in tensors) else tensors
+
+
+def _restored(problem: Problem, tensors: list[Tensor | None]) -> Problem:
+    return problem.with_tensors(tensors) if tensors else problem
 
 
 def _without_tensors(problem: Problem) -> Problem:
-    """What a context may keep of a problem: tensors go through save_for_backward, which sees changes in place."""
-    return problem if all(x is None for x in problem.tensors()) else problem.with_tensors(NO_TENSORS)
+    """What a context itself may keep of a problem."""
+    tensors = _saved(problem)
+    return problem.with_tensors((None,) * len(tensors)) if tensors else problem
 
 
 def _forward_mode_is_possible() -> bool:
@@ -80,9 +88,9 @@ class TraceableAttention(Function):
         out, lse, statistics = output
         ctx.mark_non_differentiable(statistics)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, bias, sink, out, statistics, *problem.tensors())
+        ctx.save_for_backward(q, k, v, bias, sink, out, statistics, *_saved(problem))
         if _forward_mode_is_possible():
-            ctx.save_for_forward(q, k, v, bias, sink, out, lse, *problem.tensors())
+            ctx.save_for_forward(q, k, v, bias, sink, out, lse, *_saved(problem))
         ctx.problem, ctx.backend = _without_tensors(problem), backend
 
     @staticmethod
@@ -91,7 +99,7 @@ class TraceableAttention(Function):
             return (None,) * 7
         q, k, v, bias, sink, out, statistics, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        problem, needs = ctx.problem.with_tensors(tensors), tuple(ctx.needs_input_grad[:5])
+        problem, needs = _restored(ctx.problem, tensors), tuple(ctx.needs_input_grad[:5])
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             gradients = BACKENDS[ctx.backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs)
         else:
@@ -111,7 +119,7 @@ class Attention(TraceableAttention):
     @staticmethod
     def jvp(ctx: Any, *input_tangents: Any) -> tuple[Tensor, Tensor, None]:
         q, k, v, bias, sink, out, lse, *tensors = ctx.saved_tensors
-        problem = ctx.problem.with_tensors(tensors)
+        problem = _restored(ctx.problem, tensors)
         return *higher_order.tangents(input_tangents[:5], q, k, v, bias, sink, problem, out, lse), None
 
 
@@ -152,7 +160,7 @@ class AttentionBackward(Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
         dout, dlse, q, k, v, bias, sink, _, _, problem, _, _ = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *problem.tensors())
+        ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *_saved(problem))
         ctx.problem = _without_tensors(problem)
 
     @staticmethod
@@ -160,7 +168,7 @@ class AttentionBackward(Function):
         dout, dlse, q, k, v, bias, sink, *tensors = ctx.saved_tensors
         if all(cotangent is None for cotangent in cotangents):
             return (None,) * 12
-        problem = ctx.problem.with_tensors(tensors)
+        problem = _restored(ctx.problem, tensors)
         gradients = higher_order.backward_derivative(cotangents, dout, dlse, q, k, v, bias, sink, problem)
         return *gradients, None, None, None, None, None
 

@@ -266,6 +266,8 @@ def attention(
     """
     is_varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     operands(q, k, v, is_varlen)
+    if bias is not None:
+        require_tensor("bias", bias)
     if is_varlen:
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             require_tensor(name, x)

@@ -90,7 +90,7 @@ class MainPass {
     units_.clear();
     chunks_.clear();
     accumulator_rows_ = 0;
-    const int64_t enough_chunks = pool_.threads == 1 ? 1 : 8 * pool_.threads;
+    const int64_t enough_chunks = 8 * pool_.threads;
     while (unit < all_units() && static_cast<int64_t>(chunks_.size()) < enough_chunks) add_unit(unit++);
     return unit;
   }
