@@ -210,6 +210,11 @@ def no_grad(f: Feature) -> None:
 
 
 def inference_mode(f: Feature) -> None:
+    if f.function is _penalty and torch.__version__ < (2, 13):
+        # torch.func.grad of anything that saves a tensor is refused there: a limit of older torch.
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+            _without_graph(f, torch.inference_mode)
+        return
     _without_graph(f, torch.inference_mode)
 
 
