@@ -258,6 +258,16 @@ def trivial_units(table: str, folder: Path) -> list[object]:
 
 
 @needs_nvcc
+@pytest.mark.parametrize("arch", ["sm75", "sm90"])
+def test_common_headers_compile_for_the_device(arch: str, tmp_path: Path) -> None:
+    source = ROOT / "tests" / "build" / "common" / "common_on_device.cu"
+    command = [str(NVCC), *build.nvcc_flags(arch), f"-I{ROOT / 'csrc'}", "-c", str(source), "-o", str(tmp_path / "x.o")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not build.ptxas_problems(done.stdout + done.stderr)
+
+
+@needs_nvcc
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])
 def test_table_line_becomes_an_object(arch: str, tmp_path: Path) -> None:
     units = trivial_units(f"FWD(trivial, {arch}, fp32, 64, plain)\nFWD(trivial, {arch}, fp32, 128, plain)", tmp_path)

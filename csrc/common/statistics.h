@@ -42,13 +42,6 @@ FLASH_HOST_DEVICE Real log_sum_exp(RowStatistics<Real> row) {
   return row.reference + kLn2<Real> * row.log2_sum;
 }
 
-// For callers that bring nothing but an LSE.
-template <class Real>
-FLASH_HOST_DEVICE RowStatistics<Real> statistics_from_lse(Real lse) {
-  if (lse == -INFINITY) return {};
-  return {lse, Real(0)};
-}
-
 // What backward subtracts in place of log2 ℓ: +inf for an empty row, so that every P of it is 0 whatever S is.
 template <class Real>
 FLASH_HOST_DEVICE Real log2_sum_for_backward(RowStatistics<Real> row) {

@@ -1,5 +1,5 @@
 // What forward and backward share: sizes of a tile, packing rows into it, and its logits.
-// A tile is `rows` queries (lanes) × `keys` keys; S^T is [key][lane] with `Tiles::lanes` lanes.
+// A tile is `rows` queries (lanes) × `keys` keys; S^T is [key][lane].
 #pragma once
 
 #include <algorithm>
