@@ -33,10 +33,3 @@ def test_explain_names_it(instruction_set: str) -> None:
 def test_sample_of_options(instruction_set: str, seed: int) -> None:
     case = cases.random_case(random.Random(1000 + seed))
     cases.check(case, "cpu", "auto")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(600))
-def test_large_sample_of_options(instruction_set: str, seed: int) -> None:
-    case = cases.random_case(random.Random(50_000 + seed))
-    cases.check(case, "cpu", "auto")
