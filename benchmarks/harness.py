@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing contenders in turns, describing the machine, writing a result file."""
+"""What every benchmark shares: contenders, timing them in turns, describing the machine, writing tables and plots."""
 
 from __future__ import annotations
 
@@ -9,10 +9,39 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flash_attn import flash_attn_func, standard_attention
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).resolve().parent / "results"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """torch's fused attention on the same memory layout, (batch, seqlen, heads, dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+CONTENDERS: dict[str, Callable[..., Tensor]] = {
+    "ours": flash_attn_func,
+    "torch SDPA": torch_sdpa,
+    "standard": standard_attention,
+}
+
+
+def backward_of(out: Tensor, *inputs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """A call that computes the gradients of `inputs`, as often as one likes."""
+    dout = torch.randn_like(out)
+    return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
 
 def time_in_turns(contenders: Mapping[str, Callable[[], object]], seconds: float, rounds: int = 5) -> dict[str, float]:
@@ -73,3 +102,22 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def lengths_on_x_axis(axes: Axes, lengths: Sequence[int]) -> None:
+    """A logarithmic axis that shows the measured sequence lengths: 512, 1k, 2k."""
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+
+
+def write_result(path: Path, text: str, figure: Figure | None = None) -> None:
+    """The Markdown file; a figure goes beside it under the same name, and is shown at its end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if figure is not None:
+        image = path.with_suffix(".png")
+        figure.savefig(image, dpi=120)
+        text += f"\n![the same as a plot]({image.name})\n"
+    path.write_text(text)
+    print(f"written to {path}")
