@@ -72,42 +72,21 @@ def is_available(backend: str = "cpu") -> Availability:
     return AVAILABILITY[backend]
 
 
+_SHORT = Problem._fields.index("dropout_p")
+
+
 def _options(problem: Problem) -> tuple:
-    """The options in the order of the schema (csrc/binding/schema.cpp)."""
-    return (
-        problem.softmax_scale,
-        problem.causal,
-        problem.window_left,
-        problem.window_right,
-        problem.upper_left,
-        problem.softcap,
-        problem.dropout_p,
-        problem.dropout_seed,
-        problem.alibi_slopes,
-        problem.mask,
-        problem.cu_seqlens_q,
-        problem.cu_seqlens_k,
-        problem.max_seqlen_q,
-        problem.max_seqlen_k,
-        problem.seqused_q,
-        problem.seqused_k,
-        problem.leftpad_q,
-        problem.leftpad_k,
-        problem.deterministic,
-    )
-
-
-def _unit_stride(x: Tensor) -> Tensor:
-    """x, copied if consecutive elements of the head dim are not neighbours in memory."""
-    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+    """The options as arguments of an op; of a plain call those before `dropout_p`, for the schema has the defaults of
+    the others, and what is not passed need not be converted."""
+    is_plain = not (problem.dropout_p or problem.deterministic or problem.has_tensors)
+    return problem[:_SHORT] if is_plain else problem
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (..., heads, dim_v) in q's dtype, lse, and the statistics (2, *lse.shape) that `backward` needs."""
-    q, k, v = _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    return torch.ops.flash_attn.attention_forward(q, k, v, bias, sink, *_options(problem))
+    return attention_forward(q, k, v, bias, sink, *_options(problem))
 
 
 def backward(
@@ -124,9 +103,7 @@ def backward(
     needs: tuple[bool, bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dbias, dsink: None where `needs` says so, and not computed."""
-    dout, q, k, v = _unit_stride(dout), _unit_stride(q), _unit_stride(k), _unit_stride(v)
-    dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv, dbias, dsink = torch.ops.flash_attn.attention_backward(
+    dq, dk, dv, dbias, dsink = attention_backward(
         dout, dlse, q, k, v, out, statistics, bias, sink, *needs, *_options(problem)
     )
     need_dq, need_dk, need_dv, need_dbias, need_dsink = needs
@@ -160,4 +137,11 @@ def _register_fakes(fakes: dict[str, Callable]) -> None:
 
 
 if AVAILABILITY["cpu"]:
+    attention_forward = torch.ops.flash_attn.attention_forward.default
+    attention_backward = torch.ops.flash_attn.attention_backward.default
     _register_fakes({"attention_forward": _fake_forward, "attention_backward": _fake_backward})
+    # autograd.py gives the ops their derivatives: torch's own stand-in, which looks through all arguments only to warn
+    # that there are none, costs a microsecond and a half.
+    _autograd_keys = torch.library.Library(NAMESPACE, "IMPL")
+    for _name in ("attention_forward", "attention_backward"):
+        _autograd_keys.impl(_name, torch.library.fallthrough_kernel, "Autograd")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd import Function, forward_ad
+from torch.compiler import is_compiling
 
 from flash_attn import _ops, higher_order, reference
 from flash_attn.problem import Problem
@@ -16,6 +17,8 @@ from flash_attn.problem import Problem
 BACKENDS: dict[str, ModuleType] = {"cpu": _ops, "reference": reference}
 
 Needs = tuple[bool, bool, bool, bool, bool]
+
+_transforms_are_active = torch._C._are_functorch_transforms_active
 
 
 def _by_example(function: type[Function], info: Any, in_dims: tuple, args: tuple) -> tuple[tuple, tuple]:
@@ -41,8 +44,7 @@ def _select(x: Any, dim: Any, b: int) -> Any:
 
 def _saved(problem: Problem) -> tuple[Tensor | None, ...]:
     """The tensors of a problem, for save_for_backward, which sees changes in place; nothing where there are none."""
-    tensors = problem.tensors()
-    return () if all(x is None for x in tensors) else tensors
+    return problem.tensors() if problem.has_tensors else ()
 
 
 def _restored(problem: Problem, tensors: list[Tensor | None]) -> Problem:
@@ -51,19 +53,18 @@ def _restored(problem: Problem, tensors: list[Tensor | None]) -> Problem:
 
 def _without_tensors(problem: Problem) -> Problem:
     """What a context itself may keep of a problem."""
-    tensors = _saved(problem)
-    return problem.with_tensors((None,) * len(tensors)) if tensors else problem
+    return problem.with_tensors((None,) * len(problem.tensors())) if problem.has_tensors else problem
 
 
 def _forward_mode_is_possible() -> bool:
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    return forward_ad._current_level >= 0 or _transforms_are_active()
 
 
 def _needs_plain_chunks(inputs: tuple[Tensor | None, ...]) -> bool:
     """Forward mode over another derivative. torch runs a Function's jvp with forward mode off, so an outer level would
     see zeros: these calls go through differentiable PyTorch, exact in any nesting, but with the memory of what they
     record."""
-    if torch._C._are_functorch_transforms_active():
+    if _transforms_are_active():
         levels = [level.key() for level in torch._C._functorch.get_interpreter_stack()]  # outermost first
         derivatives = [key for key in levels if key in (TransformType.Grad, TransformType.Jvp)]
         if forward_ad._current_level >= 0 and TransformType.Jvp not in derivatives:
@@ -94,13 +95,13 @@ class TraceableAttention(Function):
         ctx.problem, ctx.backend = _without_tensors(problem), backend
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * 7
         q, k, v, bias, sink, out, statistics, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         problem, needs = _restored(ctx.problem, tensors), tuple(ctx.needs_input_grad[:5])
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not torch.is_grad_enabled():
             gradients = BACKENDS[ctx.backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs)
         else:
             gradients = AttentionBackward.apply(
@@ -124,13 +125,25 @@ class Attention(TraceableAttention):
 
 
 class EagerAttention(Attention):
-    """The same for a plain call: a Function with setup_context binds its arguments by name first, which takes 50 µs."""
+    """The same for a plain call, without the statistics as an output: a Function with setup_context binds its
+    arguments by name first, which takes 50 µs."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = Attention.forward(*inputs)
-        Attention.setup_context(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        sink: Tensor | None,
+        problem: Problem,
+        backend: str,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, statistics = BACKENDS[backend].forward(q, k, v, bias, sink, problem)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, bias, sink, out, statistics, *_saved(problem))
+        ctx.problem, ctx.backend = _without_tensors(problem), backend
+        return out, lse
 
     setup_context = Function.setup_context
 
@@ -181,7 +194,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem, backend: str
 ) -> tuple[Tensor, Tensor]:
     """out and lse of a checked call. Where no gradient is wanted nothing is saved: no-grad mode keeps no context."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         if _forward_mode_is_possible():
             # The compiler would trace through the forward and take its derivative for zero.
             raise NotImplementedError(
@@ -189,9 +202,9 @@ def attention(
                 "it, or neither; `standard_attention` can be compiled so"
             )
         function = TraceableAttention
-    elif _needs_plain_chunks((q, k, v, bias, sink)):
-        return higher_order.plain_forward(q, k, v, bias, sink, problem)
     elif _forward_mode_is_possible():
+        if _needs_plain_chunks((q, k, v, bias, sink)):
+            return higher_order.plain_forward(q, k, v, bias, sink, problem)
         function = Attention
     elif torch.is_grad_enabled() and (
         q.requires_grad

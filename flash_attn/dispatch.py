@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flash_attn import _ops, autograd, checks
+from flash_attn.problem import Problem
 from flash_attn.softmax_dmask import softmax_dmask
+
+# How calls without optional tensors were served that passed the checks before: over a few tokens, checking them again
+# would take longer than the attention.
+_SERVED: dict[tuple | None, tuple[Problem, str]] = {}
+_MOST_SERVED = 1024
+_NUMBERS = frozenset((float, int, bool, str, type(None)))
 
 
 def refuse(name: str, value: object | None, why: str) -> None:
@@ -53,7 +61,24 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tens
 
 def contents_can_be_read(q: Tensor) -> bool:
     """Not while torch traces or transforms the call: then the op checks, when it runs."""
-    return not (q.device.type == "meta" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    return not (q.device.type == "meta" or is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def plain_call(q: Tensor, k: Tensor, v: Tensor, options: tuple, window_size: Sequence[int]) -> tuple | None:
+    """All that decides about a call without optional tensors; None where that can't be said, or must not be kept.
+
+    The types of the options belong to it: 1 and True are equal, but not equally good.
+    """
+    if type(window_size) is not tuple or torch._C._get_tracing_state() is not None:
+        return None
+    options += window_size
+    types = tuple(map(type, options))
+    device = q.device
+    if not _NUMBERS.issuperset(types) or device.type == "meta" or torch.is_autocast_enabled(device.type):
+        return None
+    shapes = (q.shape, k.shape, v.shape)
+    kinds = (q.dtype, k.dtype, v.dtype, device, k.device, v.device, q.layout, k.layout, v.layout)
+    return shapes, kinds, options, types, torch.are_deterministic_algorithms_enabled()
 
 
 def attention(
@@ -86,6 +111,38 @@ def attention(
     backend: str,
     upper_left: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
+    call = None
+    if (
+        not is_compiling()  # which would keep a guard on what has been served
+        and bias is None
+        and mask is None
+        and cu_seqlens_q is None
+        and cu_seqlens_k is None
+        and seqused_k is None
+        and seqused_q is None
+        and leftpad_k is None
+        and leftpad_q is None
+        and alibi_slopes is None
+        and learnable_sink is None
+        and dropout_seed is None
+        and block_mask is None
+        and type(dropout_p) is float
+        and dropout_p == 0.0
+        and not return_attn_probs
+        and isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+    ):
+        options = (dropout_p, softmax_scale, causal, softcap, deterministic, upper_left, backend)
+        try:
+            call = plain_call(q, k, v, options, window_size)
+            served = _SERVED.get(call)
+        except (RuntimeError, TypeError):  # a nested tensor has no shape, symbolic sizes have no hash
+            call = served = None
+        if served is not None:
+            out, lse = autograd.attention(q, k, v, None, None, *served)
+            return (out, lse) if return_lse else out
+
     refuse("block_mask", block_mask, "block-sparse attention is not built yet; `mask` takes an element mask")
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.require_tensor(name, x)
@@ -123,6 +180,10 @@ def attention(
         # which is too late to leave the generator untouched where a seed is drawn.
         checks.validate_problem(q, k, problem)
     problem = checks.draw_seed(problem, q)
+    if call is not None:
+        if len(_SERVED) >= _MOST_SERVED:
+            _SERVED.clear()
+        _SERVED[call] = problem, backend
     out, lse = autograd.attention(q, k, v, bias, sink, problem, backend)
     if return_attn_probs:
         return out, lse, softmax_dmask(q, k, bias, problem) if problem.drops else out.new_empty(0)

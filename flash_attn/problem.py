@@ -24,7 +24,7 @@ def draw_threshold(dropout_p: float) -> int:
 
 
 class Problem(NamedTuple):
-    """The checked, normalised options of one call.
+    """The checked, normalised options of one call, in the order of the op schemas (csrc/binding/schema.cpp).
 
     Layouts: q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k, dim_v);
     with `cu_seqlens_q` (varlen) q (total_q, heads, dim), k (total_k, heads_k, dim), v (total_k, heads_k, dim_v).
@@ -69,6 +69,19 @@ class Problem(NamedTuple):
     def drops(self) -> bool:
         """Whether dropout drops anything: draws have 16 bits, so a smaller probability than half of 2^-16 is none."""
         return draw_threshold(self.dropout_p) > 0
+
+    @property
+    def has_tensors(self) -> bool:
+        return not (
+            self.dropout_seed is None
+            and self.alibi_slopes is None
+            and self.mask is None
+            and self.cu_seqlens_q is None
+            and self.seqused_q is None
+            and self.seqused_k is None
+            and self.leftpad_q is None
+            and self.leftpad_k is None
+        )
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (

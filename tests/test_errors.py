@@ -309,3 +309,36 @@ def test_fp64_extras():
 def test_cuda_names_the_way_out():
     with pytest.raises(NotImplementedError, match="reference"):
         call({n: t.cuda() for n, t in dense().items()})
+
+
+def test_a_served_call_excuses_no_other():
+    """Plain calls are remembered (dispatch.plain_call): what looks alike must still be checked."""
+    q = torch.randn(1, 4, 2, 8)
+
+    def call(k=q, **options):
+        return flash_attn_func(q, k, q, **options)
+
+    plain, capped = call(), call(softcap=1.0)
+    for options, error in (
+        ({"softcap": True}, ValueError),  # equal to 1.0
+        ({"window_size": (-1.0, -1)}, ValueError),  # equal to the default
+        ({"window_size": [-2, -1]}, ValueError),
+        ({"dropout_p": torch.tensor([0.0, 0.0])}, ValueError),
+        ({"dropout_p": False}, ValueError),
+        ({"backend": "cuda"}, ValueError),
+        ({"k": q.to_sparse()}, RuntimeError),
+        ({"k": q.double()}, RuntimeError),
+        ({"k": torch.nested.nested_tensor([q[0]])}, RuntimeError),
+        ({"k": [1.0]}, TypeError),
+    ):
+        with pytest.raises(error):
+            call(**options)
+    assert torch.equal(call(), plain) and torch.equal(call(softcap=1), capped)
+    scale = torch.tensor(8**-0.5)
+    torch.testing.assert_close(call(softmax_scale=scale), plain)
+    scale.zero_()  # the same object, another number
+    torch.testing.assert_close(call(softmax_scale=scale), q.mean(1, keepdim=True).expand_as(q))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert call().dtype == torch.bfloat16
+    assert call().dtype == torch.float32
+    assert torch.equal(call(backend="cpu"), plain) and call(backend="reference").shape == plain.shape

@@ -214,6 +214,12 @@ Tensor gradient(const Tensor& x, bool wanted, bool zeros) {
 
 }  // namespace
 
+Tensor with_unit_stride(const Tensor& x) {
+  const int64_t last = x.dim() - 1;
+  const bool has = last < 0 || x.size(last) <= 1 || x.stride(last) == 1;
+  return has ? x : torch::stable::contiguous(x);
+}
+
 Forward build_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                       const OptionalTensor& sink, const CallOptions& options) {
   Forward call;

@@ -41,6 +41,9 @@ struct Wanted {
   bool dq, dk, dv, dbias, dsink;
 };
 
+// x, copied if consecutive elements of its last dimension are not neighbours in memory.
+Tensor with_unit_stride(const Tensor& x);
+
 Forward build_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                       const OptionalTensor& sink, const CallOptions& options);
 

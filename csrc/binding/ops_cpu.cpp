@@ -39,6 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
                             dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
                             max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+  q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v);
   const Forward call = build_forward(q, k, v, bias, sink, options);
   check_contents(call.params, bias, options);
   cpu::forward(call.params, torch_pool());
@@ -56,6 +57,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
                             dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
                             max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+  q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v), dout = with_unit_stride(dout);
+  if (dlse.has_value()) dlse = torch::stable::contiguous(*dlse);
   const Backward call = build_backward(dout, dlse, q, k, v, out, statistics, bias, sink, options,
                                        {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
   check_contents(call.params, bias, options);

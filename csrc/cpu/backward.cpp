@@ -4,7 +4,7 @@
 // A chunk owns its dK and dV: it adds to them in a fixed order of query tiles. dQ needs every chunk: a chunk puts its
 // part of a query tile's dQ into a slot of its own, and the slots are summed in the order of the chunks. So all three
 // gradients come out the same on any number of threads, one long head still feeds every core, and memory stays bounded:
-// query tiles are taken kPhaseTiles at a time (a phase), so there are only kPhaseTiles slots per chunk.
+// query tiles are taken kPhaseTiles at a time (a phase), so there are at most kPhaseTiles slots per chunk.
 #include "cpu/attention.h"
 #include "cpu/backward_passes.h"
 #include "cpu/gradient_tile.h"
@@ -46,6 +46,7 @@ class MainPass {
         delta_(delta),
         pool_(pool),
         size_(tile_size(sequences.longest_q, sequences.longest_k)),
+        in_place_(reads_in_place<Real>(p, sequences.longest_q, size_)),
         chunk_keys_(chunk_keys(p, sequences, size_)),
         packed_keys_(std::min(chunk_keys_, round_up(sequences.longest_k, size_.keys))),
         dim_lanes_(round_up(p.dim, kLanes)),
@@ -63,7 +64,7 @@ class MainPass {
   // Of the first wave, with all three gradients wanted.
   int64_t workspace_reals() {
     fill_wave(0);
-    const int64_t slots = static_cast<int64_t>(chunks_.size()) * kPhaseTiles * p_.dim * size_.rows;
+    const int64_t slots = static_cast<int64_t>(chunks_.size()) * slots_per_chunk_ * p_.dim * size_.rows;
     return pool_.threads * WorkerBuffers(nullptr, *this).reals + slots +
            accumulator_rows_ * (dim_lanes_ + dim_v_lanes_);
   }
@@ -89,7 +90,7 @@ class MainPass {
   int64_t fill_wave(int64_t unit) {
     units_.clear();
     chunks_.clear();
-    accumulator_rows_ = 0;
+    accumulator_rows_ = slots_per_chunk_ = 0;
     const int64_t enough_chunks = 8 * pool_.threads;
     while (unit < all_units() && static_cast<int64_t>(chunks_.size()) < enough_chunks) add_unit(unit++);
     return unit;
@@ -103,6 +104,7 @@ class MainPass {
     for (int64_t c = 0; c < chunks; ++c)
       chunks_.push_back({static_cast<int64_t>(units_.size()) - 1, c, accumulator_rows_ + c * chunk_keys_});
     accumulator_rows_ += s.k.length;
+    slots_per_chunk_ = std::max(slots_per_chunk_, std::min(units_.back().tiles, kPhaseTiles));
   }
 
   void run_wave() {
@@ -111,16 +113,17 @@ class MainPass {
     const int64_t chunks = static_cast<int64_t>(chunks_.size());
     const Workspace<Real> dk(1, wants_dk() ? accumulator_rows_ * dim_lanes_ : 0);
     const Workspace<Real> dv(1, wants_dv() ? accumulator_rows_ * dim_v_lanes_ : 0);
-    const Workspace<Real> slots(wants_dq() ? chunks * kPhaseTiles : 0, p_.dim * size_.rows);
-    std::vector<uint8_t> written(static_cast<size_t>(chunks * kPhaseTiles));
+    const Workspace<Real> slots(wants_dq() ? chunks * slots_per_chunk_ : 0, p_.dim * size_.rows);
+    std::vector<uint8_t> written(static_cast<size_t>(chunks * slots_per_chunk_));
     dk_ = dk.piece(0);
     dv_ = dv.piece(0);
     for (int64_t phase = 0; phase < phases; ++phase) {
       pool_.for_each(chunks,
                      [&](int worker, int64_t c) { run_chunk(worker, chunks_[c], c, phase, slots, written.data()); });
       if (wants_dq()) {
-        pool_.for_each(static_cast<int64_t>(units_.size()) * kPhaseTiles, [&](int worker, int64_t i) {
-          sum_slots(worker, units_[i / kPhaseTiles], phase * kPhaseTiles + i % kPhaseTiles, slots, written.data());
+        pool_.for_each(static_cast<int64_t>(units_.size()) * slots_per_chunk_, [&](int worker, int64_t i) {
+          const int64_t slot = i % slots_per_chunk_;
+          sum_slots(worker, units_[i / slots_per_chunk_], phase * kPhaseTiles + slot, slots, written.data());
         });
       }
     }
@@ -146,14 +149,14 @@ class MainPass {
       const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + t / unit.query_blocks);
       const Range rows = rows_of_tile(unit, t);
       const Range seen = intersect(keys, head.visibility.keys_of_any(rows));
-      written[slot_row * kPhaseTiles + t % kPhaseTiles] = !seen.empty();
+      const int64_t slot = slot_row * slots_per_chunk_ + t % kPhaseTiles;
+      written[slot] = !seen.empty();
       if (seen.empty()) continue;
-      pack_keys(unit, keys, seen, packed, buffers);
-      run_tile(head, rows, keys, seen, buffers, dk, dv,
-               slots.piece(wants_dq() ? slot_row * kPhaseTiles + t % kPhaseTiles : 0));
+      if (!in_place_) pack_keys(unit, keys, seen, packed, buffers);
+      run_tile(head, rows, keys, seen, buffers, dk, dv, slots.piece(wants_dq() ? slot : 0));
     }
     if (phase == last_phase) {
-      write_keys(p_.dk, unit, keys, p_.dim, dim_lanes_, dk, Real(1));
+      write_keys(p_.dk, unit, keys, p_.dim, dim_lanes_, dk, static_cast<Real>(p_.score.scale));
       write_keys(p_.dv, unit, keys, p_.dim_v, dim_v_lanes_, dv, static_cast<Real>(p_.dropout.keep_scale));
     }
   }
@@ -169,9 +172,9 @@ class MainPass {
     const auto pack = [&](Range r) {
       if (r.empty()) return;
       const int64_t row = k.first() + r.begin, to = r.begin - chunk.begin;
-      pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, unit.head_k, row), r.size(), p_.dim, Real(1),
-                buffers.k_rows + to * p_.dim, p_.dim);
-      pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, unit.head_k, row), r.size(), p_.dim_v, Real(1),
+      pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, unit.head_k, row), r.size(), p_.dim, buffers.k_rows + to * p_.dim,
+                p_.dim);
+      pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, unit.head_k, row), r.size(), p_.dim_v,
                 buffers.v_rows + to * p_.dim_v, p_.dim_v);
     };
     const bool joined = !packed.empty() && seen.begin <= packed.end && packed.begin <= seen.end;
@@ -185,30 +188,39 @@ class MainPass {
     packed = {std::min(seen.begin, packed.begin), std::max(seen.end, packed.end)};
   }
 
+  RowsView<Real> keys_view(const Operand& x, const HeadContext<Real>& head, Range keys, RowsView<Real> packed) const {
+    if (!in_place_) return packed;
+    const Rows& k = head.sequence.k;
+    const int64_t offset = x.offset(k.batch, head.head / p_.group(), k.first() + keys.begin);
+    return {static_cast<const Real*>(x.data) + offset, x.row_stride};
+  }
+
   void run_tile(const HeadContext<Real>& head, Range rows, Range chunk, Range seen, const WorkerBuffers& buffers,
                 Real* dk, Real* dv, Real* slot) const {
     const MicroKernels<Real>& kernels = micro_kernels<Real>();
     const GradientTile<Real>& tile = buffers.tile;
     const int64_t lanes = tile.lanes;
     tile.load_queries(p_, delta_, head, rows);
+    const RowsView<Real> q_rows = tile.q_rows(p_, head, rows, in_place_);
+    const RowsView<Real> dout_rows = tile.dout_rows(p_, head, rows, in_place_);
     bool first = true;
     for (int64_t n = chunk.begin; n < chunk.end; n += size_.keys) {
       const Range keys = intersect({n, n + size_.keys}, seen);
       if (keys.empty()) continue;
       const int64_t at = keys.begin - chunk.begin;
-      const Real* k_rows = buffers.k_rows + at * p_.dim;
-      tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k_rows,
-                   buffers.v_rows + at * p_.dim_v);
+      const RowsView<Real> k = keys_view(p_.k, head, keys, {buffers.k_rows + at * p_.dim, p_.dim});
+      const RowsView<Real> v = keys_view(p_.v, head, keys, {buffers.v_rows + at * p_.dim_v, p_.dim_v});
+      tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k, v);
       if (wants_dv()) {
-        kernels.multiply({keys.size(), rows.size(), dim_v_lanes_, tile.probabilities, lanes, 1, tile.dout_rows,
-                          dim_v_lanes_, dv + at * dim_v_lanes_, dim_v_lanes_, true});
+        kernels.multiply({keys.size(), rows.size(), dim_v_lanes_, tile.probabilities, lanes, 1, dout_rows.data,
+                          dout_rows.stride, dv + at * dim_v_lanes_, dim_v_lanes_, true});
       }
       if (wants_dk()) {
-        kernels.multiply({keys.size(), rows.size(), dim_lanes_, tile.dscores, lanes, 1, tile.q_rows, dim_lanes_,
+        kernels.multiply({keys.size(), rows.size(), dim_lanes_, tile.dscores, lanes, 1, q_rows.data, q_rows.stride,
                           dk + at * dim_lanes_, dim_lanes_, true});
       }
       if (wants_dq()) {
-        kernels.multiply({p_.dim, keys.size(), lanes, k_rows, 1, p_.dim, tile.dscores, lanes, slot, lanes, !first});
+        kernels.multiply({p_.dim, keys.size(), lanes, k.data, 1, k.stride, tile.dscores, lanes, slot, lanes, !first});
       }
       first = false;
     }
@@ -231,7 +243,7 @@ class MainPass {
     const int64_t lanes = size_.rows, reals = p_.dim * lanes;
     Real* sum = nullptr;
     for (int64_t c = unit.first_chunk; c < unit.first_chunk + unit.chunks; ++c) {
-      const int64_t slot = c * kPhaseTiles + t % kPhaseTiles;
+      const int64_t slot = c * slots_per_chunk_ + t % kPhaseTiles;
       if (!written[slot]) continue;
       Real* part = slots.piece(slot);
       if (sum == nullptr) {
@@ -261,6 +273,7 @@ class MainPass {
   const RowArray delta_;
   const ThreadPool pool_;
   const TileSize size_;
+  const bool in_place_;
   const int64_t chunk_keys_;   // keys of a chunk, a multiple of the tile
   const int64_t packed_keys_;  // the same, but no more than the longest sequence has
   const int64_t dim_lanes_, dim_v_lanes_;
@@ -268,6 +281,7 @@ class MainPass {
   std::vector<Unit> units_;  // of the current wave
   std::vector<Chunk> chunks_;
   int64_t accumulator_rows_ = 0;
+  int64_t slots_per_chunk_ = 0;  // of dQ: for the query tiles of a phase
   Real *dk_ = nullptr, *dv_ = nullptr;
 };
 

@@ -96,12 +96,11 @@ class BiasPass {
       for (int64_t n = seen.begin; n < seen.end; n += size_.keys) {
         const Range tile_keys = intersect({n, n + size_.keys}, seen);
         const int64_t head_k = head.head / p_.group(), row = k.first() + tile_keys.begin;
-        pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, head_k, row), tile_keys.size(), p_.dim, Real(1), buffers.k_rows,
-                  p_.dim);
-        pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, head_k, row), tile_keys.size(), p_.dim_v, Real(1),
-                  buffers.v_rows, p_.dim_v);
+        pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, head_k, row), tile_keys.size(), p_.dim, buffers.k_rows, p_.dim);
+        pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, head_k, row), tile_keys.size(), p_.dim_v, buffers.v_rows,
+                  p_.dim_v);
         buffers.tile.compute(p_, head, {tile_rows.begin, tile_rows.size(), tile_keys.begin, tile_keys.size()},
-                             buffers.k_rows, buffers.v_rows);
+                             {buffers.k_rows, p_.dim}, {buffers.v_rows, p_.dim_v});
         add_tile(tile_rows, tile_keys, q, k, block, buffers);
       }
     }

@@ -32,7 +32,7 @@ struct Buffers {
 
 // m, ℓ, O^T over all visible key blocks.
 template <class Real>
-void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, TileSize size,
+void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, TileSize size, bool in_place,
                 const Buffers<Real>& buffers) {
   const MicroKernels<Real>& kernels = micro_kernels<Real>();
   const int64_t lanes = size.rows, head_k = head.head / p.group();
@@ -42,19 +42,20 @@ void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, T
              static_cast<Real>(p.score.scale), buffers.q_lanes, lanes);
   std::fill(buffers.row_max, buffers.row_max + lanes, -INFINITY);
   std::fill(buffers.row_sum, buffers.row_sum + lanes, Real(0));
-  std::fill(buffers.out_lanes, buffers.out_lanes + p.dim_v * lanes, Real(0));
 
   const BlockRange blocks = head.visibility.key_blocks(rows, size.keys);
+  if (blocks.begin >= blocks.end) std::fill(buffers.out_lanes, buffers.out_lanes + p.dim_v * lanes, Real(0));
   for (int64_t n = blocks.begin; n < blocks.end; ++n) {
     // Only keys that some row sees are read.
     const Range keys = intersect({n * size.keys, (n + 1) * size.keys}, head.visibility.keys_of_any(rows));
     const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
-    pack_rows(p.dtype, p.k, p.k.offset(k.batch, head_k, k.first() + keys.begin), keys.size(), p.dim, Real(1),
-              buffers.k_rows, p.dim);
-    pack_rows(p.dtype, p.v, p.v.offset(k.batch, head_k, k.first() + keys.begin), keys.size(), p.dim_v, Real(1),
-              buffers.v_rows, p.dim_v);
+    const int64_t first_key = k.first() + keys.begin;
+    const RowsView<Real> k_rows = view_rows(p.dtype, p.k, p.k.offset(k.batch, head_k, first_key), keys.size(), p.dim,
+                                            in_place, buffers.k_rows, p.dim);
+    const RowsView<Real> v_rows = view_rows(p.dtype, p.v, p.v.offset(k.batch, head_k, first_key), keys.size(), p.dim_v,
+                                            in_place, buffers.v_rows, p.dim_v);
 
-    logits<Real>(p, head, tile, buffers.q_lanes, buffers.k_rows, buffers.scores, nullptr, lanes);
+    logits<Real>(p, head, tile, buffers.q_lanes, k_rows, buffers.scores, nullptr, lanes);
     const bool moved = kernels.softmax_step(
         {keys.size(), lanes, buffers.scores, lanes, buffers.row_max, buffers.row_sum, buffers.rescale});
     if (moved && n != blocks.begin) {
@@ -65,8 +66,8 @@ void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, T
       dropout_tile(p.dropout, head.dropout, tile, buffers.keep, lanes);
       drop(buffers.keep, tile, buffers.scores, lanes);
     }
-    kernels.multiply({p.dim_v, keys.size(), lanes, buffers.v_rows, 1, p.dim_v, buffers.scores, lanes, buffers.out_lanes,
-                      lanes, true});
+    kernels.multiply({p.dim_v, keys.size(), lanes, v_rows.data, 1, v_rows.stride, buffers.scores, lanes,
+                      buffers.out_lanes, lanes, n != blocks.begin});
   }
 }
 
@@ -105,6 +106,7 @@ template <class Real>
 struct Setup {
   Sequences sequences;
   TileSize size;
+  bool in_place;
   BlockItems items;
   ThreadPool pool;
   int64_t worker_reals;
@@ -112,6 +114,7 @@ struct Setup {
   Setup(const AttentionParams& p, const ThreadPool& given)
       : sequences(p),
         size(tile_size(sequences.longest_q, sequences.longest_k)),
+        in_place(reads_in_place<Real>(p, sequences.longest_q, size)),
         items(sequences, p.heads, size.rows, [](const Sequence& s) { return s.q.length; }),
         pool(pool_for(given, score_elements(p, sequences) * static_cast<double>(p.dim + p.dim_v))),
         worker_reals(Buffers<Real>(nullptr, p, size).reals) {}
@@ -130,7 +133,7 @@ void forward_as(const FwdParams& p, const ThreadPool& given) {
     // Under a causal mask the last rows have the most work: longest first.
     const int64_t block = items.blocks_of(item.sequence) - 1 - item.block;
     const Range rows = intersect({block * size.rows, (block + 1) * size.rows}, {0, head.sequence.q.length});
-    accumulate(p, head, rows, size, buffers);
+    accumulate(p, head, rows, size, setup.in_place, buffers);
     finish(p, head, rows, buffers, size.rows);
   });
 }

@@ -29,16 +29,40 @@ inline TileSize tile_size(int64_t longest_q, int64_t longest_k) {
   return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 128)};
 }
 
-// out[row][0 .. dim) = factor · rows of the operand; columns up to `stride` become 0.
+// out[row][0 .. dim) = rows of the operand; columns up to `stride` become 0.
 template <class Real>
-void pack_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real factor, Real* out,
-               int64_t stride) {
+void pack_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real* out, int64_t stride) {
   for (int64_t r = 0; r < rows; ++r, out += stride) {
     with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
-      for (int64_t d = 0; d < dim; ++d) out[d] = load(d) * factor;
+      for (int64_t d = 0; d < dim; ++d) out[d] = load(d);
     });
     std::fill(out + dim, out + stride, Real(0));
   }
+}
+
+// Rows of an operand as Reals: a copy, or where they are.
+template <class Real>
+struct RowsView {
+  const Real* data;
+  int64_t stride;
+};
+
+template <class Real>
+constexpr DataType kNative = std::is_same_v<Real, double> ? DataType::kFloat64 : DataType::kFloat32;
+
+// Whether rows are read where they are. A copy pays where they are read by many query blocks: rows of a tensor are far
+// apart, often by a power of two, and evict one another from the cache.
+template <class Real>
+bool reads_in_place(const AttentionParams& p, int64_t longest_q, TileSize size) {
+  return p.dtype == kNative<Real> && longest_q <= size.rows;
+}
+
+template <class Real>
+RowsView<Real> view_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, bool in_place,
+                         Real* buffer, int64_t stride) {
+  if (in_place) return {static_cast<const Real*>(x.data) + offset, x.row_stride};
+  pack_rows(dtype, x, offset, rows, dim, buffer, stride);
+  return {buffer, stride};
 }
 
 // out[c][r] = factor · in[r][c], 4 × 4 elements at a time in fp32.
@@ -75,9 +99,6 @@ void transpose(const Real* in, int64_t in_stride, int64_t rows, int64_t columns,
 
 // Rows of another type are converted some at a time.
 inline constexpr int64_t kConvertRows = 4, kConvertColumns = 128;
-
-template <class Real>
-constexpr DataType kNative = std::is_same_v<Real, double> ? DataType::kFloat64 : DataType::kFloat32;
 
 // out[d][lane] = factor · row `lane` of the operand; lanes from `rows` up to `lanes` become 0.
 template <class Real>
@@ -163,8 +184,8 @@ struct TilePlace {
 // values if K is finite, and nothing reads them.
 template <class Real>
 void logits(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& tile, const Real* q_lanes,
-            const Real* k_rows, Real* scores, Real* softcap_derivative, int64_t lanes) {
-  micro_kernels<Real>().multiply({tile.keys, p.dim, lanes, k_rows, p.dim, 1, q_lanes, lanes, scores, lanes, false});
+            RowsView<Real> k, Real* scores, Real* softcap_derivative, int64_t lanes) {
+  micro_kernels<Real>().multiply({tile.keys, p.dim, lanes, k.data, k.stride, 1, q_lanes, lanes, scores, lanes, false});
 
   if (p.score.softcap > 0) {
     const Real softcap = static_cast<Real>(p.score.softcap);
