@@ -12,8 +12,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flash_attn.problem import Problem, compute_dtype
+
+# The ops have derivatives of their own, for graphs that hold them (autograd.py): who calls them from an
+# autograd.Function, or needs none, goes past these.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 PACKAGE = Path(__file__).resolve().parent
 NAMESPACE = "flash_attn"
@@ -86,7 +91,10 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out (..., heads, dim_v) in q's dtype, lse, and the statistics (2, *lse.shape) that `backward` needs."""
-    return attention_forward(q, k, v, bias, sink, *_options(problem))
+    if is_compiling():
+        return attention_forward(q, k, v, bias, sink, *_options(problem))
+    with below_autograd():
+        return attention_forward(q, k, v, bias, sink, *_options(problem))
 
 
 def backward(
@@ -103,9 +111,12 @@ def backward(
     needs: tuple[bool, bool, bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv, dbias, dsink: None where `needs` says so, and not computed."""
-    dq, dk, dv, dbias, dsink = attention_backward(
-        dout, dlse, q, k, v, out, statistics, bias, sink, *needs, *_options(problem)
-    )
+    arguments = (dout, dlse, q, k, v, out, statistics, bias, sink, *needs, *_options(problem))
+    if is_compiling():
+        dq, dk, dv, dbias, dsink = attention_backward(*arguments)
+    else:
+        with below_autograd():
+            dq, dk, dv, dbias, dsink = attention_backward(*arguments)
     need_dq, need_dk, need_dv, need_dbias, need_dsink = needs
     return (
         dq if need_dq else None,
@@ -140,8 +151,3 @@ if AVAILABILITY["cpu"]:
     attention_forward = torch.ops.flash_attn.attention_forward.default
     attention_backward = torch.ops.flash_attn.attention_backward.default
     _register_fakes({"attention_forward": _fake_forward, "attention_backward": _fake_backward})
-    # autograd.py gives the ops their derivatives: torch's own stand-in, which looks through all arguments only to warn
-    # that there are none, costs a microsecond and a half.
-    _autograd_keys = torch.library.Library(NAMESPACE, "IMPL")
-    for _name in ("attention_forward", "attention_backward"):
-        _autograd_keys.impl(_name, torch.library.fallthrough_kernel, "Autograd")

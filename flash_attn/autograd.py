@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
@@ -101,7 +102,7 @@ class TraceableAttention(Function):
         q, k, v, bias, sink, out, statistics, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
         problem, needs = _restored(ctx.problem, tensors), tuple(ctx.needs_input_grad[:5])
-        if is_compiling() or not torch.is_grad_enabled():
+        if is_compiling() or not (torch.is_grad_enabled() or _forward_mode_is_possible()):
             gradients = BACKENDS[ctx.backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, needs)
         else:
             gradients = AttentionBackward.apply(
@@ -171,10 +172,12 @@ class AttentionBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
-        dout, dlse, q, k, v, bias, sink, _, _, problem, _, _ = inputs
+        dout, dlse, q, k, v, bias, sink, out, statistics, problem, backend, needs = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(dout, dlse, q, k, v, bias, sink, *_saved(problem))
-        ctx.problem = _without_tensors(problem)
+        if _forward_mode_is_possible():
+            ctx.save_for_forward(q, k, v, bias, sink, out, statistics, *_saved(problem))
+        ctx.problem, ctx.backend, ctx.needs = _without_tensors(problem), backend, needs
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -184,6 +187,20 @@ class AttentionBackward(Function):
         problem = _restored(ctx.problem, tensors)
         gradients = higher_order.backward_derivative(cotangents, dout, dlse, q, k, v, bias, sink, problem)
         return *gradients, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *others: Any) -> tuple[Tensor | None, ...]:
+        """Backward is linear in (dout, dlse). Tangents of its other inputs do not come here: attention() sends calls
+        with those through plain differentiable PyTorch."""
+        if any(isinstance(x, Tensor) for x in others):
+            raise NotImplementedError(
+                "forward mode over the backward of attention, where the forward ran outside of it: compute the forward "
+                "inside the dual level, or use `standard_attention`"
+            )
+        q, k, v, bias, sink, out, statistics, *tensors = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        problem = _restored(ctx.problem, tensors)
+        return BACKENDS[ctx.backend].backward(dout, dlse, q, k, v, out, statistics, bias, sink, problem, ctx.needs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
@@ -201,6 +218,11 @@ def attention(
                 "torch.compile around a torch.func transform or forward mode of attention: compile the function inside "
                 "it, or neither; `standard_attention` can be compiled so"
             )
+        if backend != "reference":
+            return _ops.forward(q, k, v, bias, sink, problem)[:2]  # the graph holds the op, which has its derivative
+        # A Function takes no tensor twice there.
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
         function = TraceableAttention
     elif _forward_mode_is_possible():
         if _needs_plain_chunks((q, k, v, bias, sink)):
@@ -217,3 +239,61 @@ def attention(
     else:
         return BACKENDS[backend].forward(q, k, v, bias, sink, problem)[:2]
     return function.apply(q, k, v, bias, sink, problem, backend)[:2]
+
+
+# ---- The ops themselves, in graphs that hold them: differentiable like a call ------------------------------------
+
+
+def _has_derivative(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether this level of torch.func, or plain autograd, wants a derivative of the op."""
+    given = [x for x in tensors if x is not None]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+        if _transforms_are_active():
+            raise NotImplementedError(
+                "torch.func's forward mode of a graph that holds attention as an op: apply it to the function itself"
+            )
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given)
+
+
+def _apply_here(function: type[Function], *args: Any) -> tuple:
+    """apply for one level of torch.func, which has taken its levels apart before it comes to an op's kernel."""
+    with enable_single_level_autograd_function():
+        return super(Function, function).apply(*args)
+
+
+def _op_forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _has_derivative((q, k, v, bias, sink)):
+        return _apply_here(Attention, q, k, v, bias, sink, Problem(*options), "cpu")
+    with _ops.below_autograd():
+        return _ops.attention_forward(q, k, v, bias, sink, *options)
+
+
+def _op_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    bias: Tensor | None,
+    sink: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    if _has_derivative((dout, dlse, q, k, v, bias, sink)):
+        needs, problem = rest[:5], Problem(*rest[5:])
+        results = _apply_here(
+            AttentionBackward, dout, dlse, q, k, v, bias, sink, out, statistics, problem, "cpu", needs
+        )
+        return tuple(q.new_empty(0) if x is None else x for x in results)
+    with _ops.below_autograd():
+        return _ops.attention_backward(dout, dlse, q, k, v, out, statistics, bias, sink, *rest)
+
+
+if _ops.AVAILABILITY["cpu"]:
+    _autograd_kernels = torch.library.Library(_ops.NAMESPACE, "IMPL")
+    _autograd_kernels.impl("attention_forward", _op_forward, "Autograd")
+    _autograd_kernels.impl("attention_backward", _op_backward, "Autograd")
