@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kPhaseTiles = 16;
 
 // One key/value head of one sequence.
-struct Unit {
+struct KeyHead {
   const Sequence* sequence;
   int64_t head_k;
   int64_t first_chunk, chunks;  // in the wave
@@ -37,18 +37,24 @@ int64_t chunk_keys(const AttentionParams& p, const Sequences& sequences, TileSiz
   return round_up(std::clamp<int64_t>(wanted, 256, 1024), size.keys);
 }
 
-template <class Real>
+template <class Arithmetic>
 class MainPass {
+  using Real = typename Arithmetic::Real;
+  using Element = typename Arithmetic::Element;
+  using Keys = typename Arithmetic::Keys;
+
  public:
   MainPass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool)
       : p_(p),
         sequences_(sequences),
         delta_(delta),
         pool_(pool),
-        size_(tile_size(sequences.longest_q, sequences.longest_k)),
-        in_place_(reads_in_place<Real>(p, sequences.longest_q, size_)),
+        size_(Arithmetic::backward_tile(sequences.longest_q, sequences.longest_k)),
+        in_place_(Arithmetic::kInPlace && p.dtype == kNative<Real> && sequences.longest_q <= size_.rows),
         chunk_keys_(chunk_keys(p, sequences, size_)),
-        packed_keys_(std::min(chunk_keys_, round_up(sequences.longest_k, size_.keys))),
+        packed_tiles_(in_place_ ? 0 : divide_up(std::min(chunk_keys_, sequences.longest_k), size_.keys)),
+        k_tile_(Arithmetic::key_elements(size_.keys, p.dim)),
+        v_tile_(Arithmetic::key_elements(size_.keys, p.dim_v)),
         dim_lanes_(round_up(p.dim, kLanes)),
         dim_v_lanes_(round_up(p.dim_v, kLanes)),
         workspace_(p.q.data == nullptr ? 0 : pool.threads, WorkerBuffers(nullptr, *this).reals) {}
@@ -64,25 +70,30 @@ class MainPass {
   // Of the first wave, with all three gradients wanted.
   int64_t workspace_reals() {
     fill_wave(0);
-    const int64_t slots = static_cast<int64_t>(chunks_.size()) * slots_per_chunk_ * p_.dim * size_.rows;
+    const int64_t slots = static_cast<int64_t>(chunks_.size()) * slots_per_chunk_ * slot_reals();
     return pool_.threads * WorkerBuffers(nullptr, *this).reals + slots +
            accumulator_rows_ * (dim_lanes_ + dim_v_lanes_);
   }
 
  private:
   struct WorkerBuffers {
-    GradientTile<Real> tile;
-    Real *k_rows, *v_rows, *dq_lanes;
+    GradientTile<Arithmetic> tile;
+    Element *k_rows, *k_columns, *v_rows;  // the packed tiles of a chunk
+    Real* dq_lanes;
     int64_t reals;
 
     WorkerBuffers(Real* piece, const MainPass& pass) : tile(piece, pass.p_, pass.size_) {
       Carver<Real> carve(piece == nullptr ? nullptr : piece + tile.reals);
-      k_rows = carve.take(pass.packed_keys_ * pass.p_.dim);
-      v_rows = carve.take(pass.packed_keys_ * pass.p_.dim_v);
-      dq_lanes = carve.take(pass.p_.dim * pass.size_.rows);
+      k_rows = carve.template take_as<Element>(pass.packed_tiles_ * pass.k_tile_);
+      k_columns = Arithmetic::kInPlace ? k_rows : carve.template take_as<Element>(pass.packed_tiles_ * pass.k_tile_);
+      v_rows = carve.template take_as<Element>(pass.packed_tiles_ * pass.v_tile_);
+      dq_lanes = carve.take(pass.slot_reals());
       reals = tile.reals + carve.used();
     }
   };
+
+  static int64_t padded(int64_t keys) { return round_up(keys, Arithmetic::kKeyPad); }
+  int64_t slot_reals() const { return round_up(p_.dim, kLanes) * size_.rows; }
 
   int64_t all_units() const { return static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
 
@@ -103,17 +114,17 @@ class MainPass {
         {&s, unit % p_.heads_k, static_cast<int64_t>(chunks_.size()), chunks, query_blocks, query_blocks * p_.group()});
     for (int64_t c = 0; c < chunks; ++c)
       chunks_.push_back({static_cast<int64_t>(units_.size()) - 1, c, accumulator_rows_ + c * chunk_keys_});
-    accumulator_rows_ += s.k.length;
+    accumulator_rows_ += padded(s.k.length);
     slots_per_chunk_ = std::max(slots_per_chunk_, std::min(units_.back().tiles, kPhaseTiles));
   }
 
   void run_wave() {
     int64_t phases = 1;
-    for (const Unit& unit : units_) phases = std::max(phases, divide_up(unit.tiles, kPhaseTiles));
+    for (const KeyHead& unit : units_) phases = std::max(phases, divide_up(unit.tiles, kPhaseTiles));
     const int64_t chunks = static_cast<int64_t>(chunks_.size());
     const Workspace<Real> dk(1, wants_dk() ? accumulator_rows_ * dim_lanes_ : 0);
     const Workspace<Real> dv(1, wants_dv() ? accumulator_rows_ * dim_v_lanes_ : 0);
-    const Workspace<Real> slots(wants_dq() ? chunks * slots_per_chunk_ : 0, p_.dim * size_.rows);
+    const Workspace<Real> slots(wants_dq() ? chunks * slots_per_chunk_ : 0, slot_reals());
     std::vector<uint8_t> written(static_cast<size_t>(chunks * slots_per_chunk_));
     dk_ = dk.piece(0);
     dv_ = dv.piece(0);
@@ -132,7 +143,7 @@ class MainPass {
   // What the query tiles of one phase give to a chunk's dK and dV, and the chunk's part of their dQ.
   void run_chunk(int worker, const Chunk& chunk, int64_t slot_row, int64_t phase, const Workspace<Real>& slots,
                  uint8_t* written) const {
-    const Unit& unit = units_[chunk.unit];
+    const KeyHead& unit = units_[chunk.unit];
     const Rows& k = unit.sequence->k;
     const int64_t last_phase = std::max<int64_t>(0, divide_up(unit.tiles, kPhaseTiles) - 1);
     if (phase > last_phase) return;
@@ -141,106 +152,111 @@ class MainPass {
     Real* dk = dk_ + chunk.first_acc * dim_lanes_;
     Real* dv = dv_ + chunk.first_acc * dim_v_lanes_;
     if (phase == 0) {
-      if (wants_dk()) std::fill(dk, dk + keys.size() * dim_lanes_, Real(0));
-      if (wants_dv()) std::fill(dv, dv + keys.size() * dim_v_lanes_, Real(0));
+      if (wants_dk()) std::fill(dk, dk + padded(keys.size()) * dim_lanes_, Real(0));
+      if (wants_dv()) std::fill(dv, dv + padded(keys.size()) * dim_v_lanes_, Real(0));
     }
-    Range packed{};  // keys whose K and V rows are in the buffers
-    for (int64_t t = phase * kPhaseTiles; t < std::min((phase + 1) * kPhaseTiles, unit.tiles); ++t) {
+    const int64_t first_tile = phase * kPhaseTiles, end_tile = std::min((phase + 1) * kPhaseTiles, unit.tiles);
+    if (!in_place_) pack_keys(unit, keys, first_tile, end_tile, buffers);
+    [[maybe_unused]] const typename Arithmetic::ThreadState state;
+    for (int64_t t = first_tile; t < end_tile; ++t) {
       const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + t / unit.query_blocks);
       const Range rows = rows_of_tile(unit, t);
       const Range seen = intersect(keys, head.visibility.keys_of_any(rows));
       const int64_t slot = slot_row * slots_per_chunk_ + t % kPhaseTiles;
       written[slot] = !seen.empty();
-      if (seen.empty()) continue;
-      if (!in_place_) pack_keys(unit, keys, seen, packed, buffers);
-      run_tile(head, rows, keys, seen, buffers, dk, dv, slots.piece(wants_dq() ? slot : 0));
+      if (!seen.empty()) run_tile(head, rows, keys, seen, buffers, dk, dv, slots.piece(wants_dq() ? slot : 0));
     }
     if (phase == last_phase) {
-      write_keys(p_.dk, unit, keys, p_.dim, dim_lanes_, dk, static_cast<Real>(p_.score.scale));
-      write_keys(p_.dv, unit, keys, p_.dim_v, dim_v_lanes_, dv, static_cast<Real>(p_.dropout.keep_scale));
+      write_keys(p_.dk, unit, keys, p_.dim, dk, static_cast<Real>(p_.score.scale));
+      write_keys(p_.dv, unit, keys, p_.dim_v, dv, static_cast<Real>(p_.dropout.keep_scale));
     }
   }
 
-  Range rows_of_tile(const Unit& unit, int64_t t) const {
+  Range rows_of_tile(const KeyHead& unit, int64_t t) const {
     const int64_t block = t % unit.query_blocks;
     return intersect({block * size_.rows, (block + 1) * size_.rows}, {0, unit.sequence->q.length});
   }
 
-  // Makes sure that the rows of `seen` are packed; keys that no row sees are never read.
-  void pack_keys(const Unit& unit, Range chunk, Range seen, Range& packed, const WorkerBuffers& buffers) const {
+  // Packs the keys of a chunk that some row of the query tiles sees; no other is read.
+  void pack_keys(const KeyHead& unit, Range chunk, int64_t first_tile, int64_t end_tile,
+                 const WorkerBuffers& buffers) const {
     const Rows& k = unit.sequence->k;
-    const auto pack = [&](Range r) {
-      if (r.empty()) return;
-      const int64_t row = k.first() + r.begin, to = r.begin - chunk.begin;
-      pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, unit.head_k, row), r.size(), p_.dim, buffers.k_rows + to * p_.dim,
-                p_.dim);
-      pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, unit.head_k, row), r.size(), p_.dim_v,
-                buffers.v_rows + to * p_.dim_v, p_.dim_v);
-    };
-    const bool joined = !packed.empty() && seen.begin <= packed.end && packed.begin <= seen.end;
-    if (!joined) {
-      pack(seen);
-      packed = seen;
-      return;
+    const Visibility visibility = make_visibility(p_.window, unit.sequence->q.length, k.length);
+    Range seen{};
+    for (int64_t t = first_tile; t < end_tile; ++t) {
+      const Range by_tile = intersect(chunk, visibility.keys_of_any(rows_of_tile(unit, t)));
+      if (!by_tile.empty())
+        seen = seen.empty() ? by_tile : Range{std::min(seen.begin, by_tile.begin), std::max(seen.end, by_tile.end)};
     }
-    pack({seen.begin, packed.begin});
-    pack({packed.end, seen.end});
-    packed = {std::min(seen.begin, packed.begin), std::max(seen.end, packed.end)};
+    for (int64_t n = 0; chunk.begin + n * size_.keys < chunk.end; ++n) {
+      const int64_t first = chunk.begin + n * size_.keys, row = k.first() + first;
+      const Range in_tile = intersect({first, first + size_.keys}, seen);
+      if (in_tile.empty()) continue;
+      const Range readable{in_tile.begin - first, in_tile.end - first};
+      const int64_t k_offset = p_.k.offset(k.batch, unit.head_k, row), v_offset = p_.v.offset(k.batch, unit.head_k, row);
+      Arithmetic::pack_key_rows(p_.dtype, p_.k, k_offset, readable, size_.keys, p_.dim, buffers.k_rows + n * k_tile_);
+      if (!Arithmetic::kInPlace && wants_dq())
+        Arithmetic::pack_key_columns(p_.dtype, p_.k, k_offset, readable, size_.keys, p_.dim,
+                                     buffers.k_columns + n * k_tile_);
+      Arithmetic::pack_key_rows(p_.dtype, p_.v, v_offset, readable, size_.keys, p_.dim_v, buffers.v_rows + n * v_tile_);
+    }
   }
 
-  RowsView<Real> keys_view(const Operand& x, const HeadContext<Real>& head, Range keys, RowsView<Real> packed) const {
-    if (!in_place_) return packed;
-    const Rows& k = head.sequence.k;
-    const int64_t offset = x.offset(k.batch, head.head / p_.group(), k.first() + keys.begin);
-    return {static_cast<const Real*>(x.data) + offset, x.row_stride};
+  // Keys of one tile, which begins at `first`: where they are, or in the packed tile.
+  Keys keys_of(const Operand& x, const HeadContext<Real>& head, Range keys, int64_t first, const Element* tile,
+               int64_t dim) const {
+    if constexpr (Arithmetic::kInPlace) {
+      const Rows& k = head.sequence.k;
+      if (in_place_) return rows_in_place<Real>(x, x.offset(k.batch, head.head / p_.group(), k.first() + keys.begin));
+    }
+    return Arithmetic::keys(tile, keys.begin - first, size_.keys, dim);
   }
 
   void run_tile(const HeadContext<Real>& head, Range rows, Range chunk, Range seen, const WorkerBuffers& buffers,
                 Real* dk, Real* dv, Real* slot) const {
-    const MicroKernels<Real>& kernels = micro_kernels<Real>();
-    const GradientTile<Real>& tile = buffers.tile;
-    const int64_t lanes = tile.lanes;
+    const GradientTile<Arithmetic>& tile = buffers.tile;
     tile.load_queries(p_, delta_, head, rows);
-    const RowsView<Real> q_rows = tile.q_rows(p_, head, rows, in_place_);
-    const RowsView<Real> dout_rows = tile.dout_rows(p_, head, rows, in_place_);
+    const auto q_rows = tile.rows_of(p_.dtype, p_.q, head, rows, p_.dim, in_place_, tile.q_rows);
+    const auto dout_rows = tile.rows_of(p_.dtype, p_.dout, head, rows, p_.dim_v, in_place_, tile.dout_rows);
+    const int64_t accumulator_panel = padded(chunk.size()) * kLanes, panels = divide_up(rows.size(), kLanes);
     bool first = true;
-    for (int64_t n = chunk.begin; n < chunk.end; n += size_.keys) {
-      const Range keys = intersect({n, n + size_.keys}, seen);
-      if (keys.empty()) continue;
-      const int64_t at = keys.begin - chunk.begin;
-      const RowsView<Real> k = keys_view(p_.k, head, keys, {buffers.k_rows + at * p_.dim, p_.dim});
-      const RowsView<Real> v = keys_view(p_.v, head, keys, {buffers.v_rows + at * p_.dim_v, p_.dim_v});
+    for (int64_t n = 0; chunk.begin + n * size_.keys < chunk.end; ++n) {
+      const int64_t first_key = chunk.begin + n * size_.keys;
+      const Range in_tile = intersect({first_key, first_key + size_.keys}, seen);
+      if (in_tile.empty()) continue;
+      const int64_t step = (in_tile.begin - first_key) / Arithmetic::kKeyStep * Arithmetic::kKeyStep;
+      const Range keys{first_key + step, in_tile.end};
+      const Keys k = keys_of(p_.k, head, keys, first_key, buffers.k_rows + n * k_tile_, p_.dim);
+      const Keys v = keys_of(p_.v, head, keys, first_key, buffers.v_rows + n * v_tile_, p_.dim_v);
       tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k, v);
-      if (wants_dv()) {
-        kernels.multiply({keys.size(), rows.size(), dim_v_lanes_, tile.probabilities, lanes, 1, dout_rows.data,
-                          dout_rows.stride, dv + at * dim_v_lanes_, dim_v_lanes_, true});
-      }
-      if (wants_dk()) {
-        kernels.multiply({keys.size(), rows.size(), dim_lanes_, tile.dscores, lanes, 1, q_rows.data, q_rows.stride,
-                          dk + at * dim_lanes_, dim_lanes_, true});
-      }
+      const auto gradients = tile.gradients();
+      const int64_t at = (keys.begin - chunk.begin) * kLanes;
+      if (wants_dv())
+        Arithmetic::outer(gradients.p, keys.size(), rows.size(), size_, dout_rows, p_.dim_v, dv + at,
+                          accumulator_panel);
+      if (wants_dk())
+        Arithmetic::outer(gradients.ds, keys.size(), rows.size(), size_, q_rows, p_.dim, dk + at, accumulator_panel);
       if (wants_dq()) {
-        kernels.multiply({p_.dim, keys.size(), lanes, k.data, 1, k.stride, tile.dscores, lanes, slot, lanes, !first});
+        const Keys columns = keys_of(p_.k, head, keys, first_key, buffers.k_columns + n * k_tile_, p_.dim);
+        Arithmetic::combine(columns, keys.size(), p_.dim, gradients.ds_lanes, size_.panel_elements(), panels, slot,
+                            round_up(p_.dim, kLanes) * kLanes, !first);
       }
       first = false;
     }
   }
 
-  void write_keys(const Operand& x, const Unit& unit, Range keys, int64_t dim, int64_t stride, const Real* rows,
+  void write_keys(const Operand& x, const KeyHead& unit, Range keys, int64_t dim, const Real* panels,
                   Real factor) const {
     if (x.data == nullptr) return;
     const Rows& k = unit.sequence->k;
-    for (int64_t j = 0; j < keys.size(); ++j) {
-      with_storer<Real>(p_.dtype, x.data, x.offset(k.batch, unit.head_k, k.first() + keys.begin + j), [&](auto store) {
-        for (int64_t d = 0; d < dim; ++d) store(d, factor == 0 ? Real(0) : factor * rows[j * stride + d]);
-      });
-    }
+    unpack_row_panels(p_.dtype, x, x.offset(k.batch, unit.head_k, k.first() + keys.begin), keys.size(), dim, factor,
+                      panels, padded(keys.size()) * kLanes);
   }
 
-  void sum_slots(int worker, const Unit& unit, int64_t t, const Workspace<Real>& slots, const uint8_t* written) const {
+  void sum_slots(int worker, const KeyHead& unit, int64_t t, const Workspace<Real>& slots, const uint8_t* written) const {
     if (t >= unit.tiles) return;
     const WorkerBuffers buffers(workspace_.piece(worker), *this);
-    const int64_t lanes = size_.rows, reals = p_.dim * lanes;
+    const int64_t panel_reals = round_up(p_.dim, kLanes) * kLanes, reals = slot_reals();
     Real* sum = nullptr;
     for (int64_t c = unit.first_chunk; c < unit.first_chunk + unit.chunks; ++c) {
       const int64_t slot = c * slots_per_chunk_ + t % kPhaseTiles;
@@ -260,8 +276,11 @@ class MainPass {
     const Rows& q = unit.sequence->q;
     const int64_t head = unit.head_k * p_.group() + t / unit.query_blocks;
     const Real scale = static_cast<Real>(p_.score.scale);
-    for (int64_t x = 0; x < reals; ++x) sum[x] *= scale;
-    unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin), rows.size(), p_.dim, sum, lanes);
+    for (int64_t first = 0; first < rows.size(); first += kLanes, sum += panel_reals) {
+      for (int64_t x = 0; x < p_.dim * kLanes; ++x) sum[x] *= scale;
+      unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin + first),
+                   std::min(kLanes, rows.size() - first), p_.dim, sum);
+    }
   }
 
   bool wants_dq() const { return p_.dq.data != nullptr; }
@@ -275,10 +294,11 @@ class MainPass {
   const TileSize size_;
   const bool in_place_;
   const int64_t chunk_keys_;   // keys of a chunk, a multiple of the tile
-  const int64_t packed_keys_;  // the same, but no more than the longest sequence has
+  const int64_t packed_tiles_;  // of a chunk
+  const int64_t k_tile_, v_tile_;  // elements of a packed tile
   const int64_t dim_lanes_, dim_v_lanes_;
   const Workspace<Real> workspace_;
-  std::vector<Unit> units_;  // of the current wave
+  std::vector<KeyHead> units_;  // of the current wave
   std::vector<Chunk> chunks_;
   int64_t accumulator_rows_ = 0;
   int64_t slots_per_chunk_ = 0;  // of dQ: for the query tiles of a phase
@@ -307,7 +327,10 @@ void backward_as(const BwdParams& p, const ThreadPool& pool) {
 
 template <class Real>
 void main_pass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool) {
-  MainPass<Real>(p, sequences, delta, pool).run();
+  with_arithmetic(p, [&](auto arithmetic) {
+    if constexpr (std::is_same_v<typename decltype(arithmetic)::Real, Real>)
+      MainPass<decltype(arithmetic)>(p, sequences, delta, pool).run();
+  });
 }
 
 template <class Real>
@@ -316,8 +339,12 @@ int64_t backward_workspace_bytes(const AttentionParams& shape, const ThreadPool&
   static_cast<AttentionParams&>(p) = shape;
   const Sequences sequences(p);
   const int64_t deltas = p.batch * p.heads * sequences.longest_q;
-  MainPass<Real> pass(p, sequences, {}, backward_pool(p, sequences, pool));
-  return (deltas + pass.workspace_reals()) * static_cast<int64_t>(sizeof(Real));
+  int64_t reals = deltas;
+  with_arithmetic(p, [&](auto arithmetic) {
+    if constexpr (std::is_same_v<typename decltype(arithmetic)::Real, Real>)
+      reals += MainPass<decltype(arithmetic)>(p, sequences, {}, backward_pool(p, sequences, pool)).workspace_reals();
+  });
+  return reals * static_cast<int64_t>(sizeof(Real));
 }
 
 template int64_t backward_workspace_bytes<float>(const AttentionParams&, const ThreadPool&);

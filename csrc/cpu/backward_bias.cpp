@@ -18,7 +18,7 @@ class BiasPass {
         sequences_(sequences),
         delta_(delta),
         pool_(pool),
-        size_(tile_size(sequences.longest_q, sequences.longest_k)),
+        size_(RealArithmetic<Real>::backward_tile(sequences.longest_q, sequences.longest_k)),
         block_rows_(p.bias_rows == 1 ? 1 : size_.rows),
         block_columns_(std::min(p.bias_columns, kBlockColumns)),
         workspace_(pool.threads, WorkerBuffers(nullptr, *this).reals) {}
@@ -47,7 +47,7 @@ class BiasPass {
   };
 
   struct WorkerBuffers {
-    GradientTile<Real> tile;
+    GradientTile<RealArithmetic<Real>> tile;
     Real *k_rows, *v_rows;
     double* sum;  // [row][column] of the block
     int64_t reals;
@@ -96,9 +96,8 @@ class BiasPass {
       for (int64_t n = seen.begin; n < seen.end; n += size_.keys) {
         const Range tile_keys = intersect({n, n + size_.keys}, seen);
         const int64_t head_k = head.head / p_.group(), row = k.first() + tile_keys.begin;
-        pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, head_k, row), tile_keys.size(), p_.dim, buffers.k_rows, p_.dim);
-        pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, head_k, row), tile_keys.size(), p_.dim_v, buffers.v_rows,
-                  p_.dim_v);
+        pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, head_k, row), tile_keys.size(), p_.dim, buffers.k_rows);
+        pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, head_k, row), tile_keys.size(), p_.dim_v, buffers.v_rows);
         buffers.tile.compute(p_, head, {tile_rows.begin, tile_rows.size(), tile_keys.begin, tile_keys.size()},
                              {buffers.k_rows, p_.dim}, {buffers.v_rows, p_.dim_v});
         add_tile(tile_rows, tile_keys, q, k, block, buffers);
@@ -113,11 +112,11 @@ class BiasPass {
 
   void add_tile(Range rows, Range keys, const Rows& q, const Rows& k, const Block& block,
                 const WorkerBuffers& buffers) const {
-    const int64_t lanes = size_.rows;
     for (int64_t i = rows.begin; i < rows.end; ++i) {
       double* sum = buffers.sum + (broadcast_rows() ? 0 : (i + q.leftpad - block.rows.begin) * block_columns_);
-      const Real* ds = buffers.tile.dlogits + (i - rows.begin);
-      for (int64_t j = keys.begin; j < keys.end; ++j, ds += lanes)
+      const int64_t row = i - rows.begin;
+      const Real* ds = buffers.tile.dlogits + row / kLanes * size_.panel_elements() + row % kLanes;
+      for (int64_t j = keys.begin; j < keys.end; ++j, ds += kLanes)
         sum[broadcast_columns() ? 0 : j + k.leftpad - block.columns.begin] += *ds;
     }
   }

@@ -1,164 +1,244 @@
 // Forward: Algorithm 1 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention" (2022). One item is a block of query rows of one
-// head; it walks the key blocks that its rows see, keeps the running maximum m and sum ℓ and the unnormalised output
-// O^T, and normalises once.
+// head; it walks the key tiles that its rows see, keeps the running maximum m and sum ℓ and the unnormalised output
+// O^T, and normalises once. K and V of a head are packed before that, once for all its query blocks; heads are taken in
+// waves, so that only some of them are packed at a time.
+#include "cpu/arithmetic.h"
 #include "cpu/attention.h"
 #include "cpu/backward_passes.h"
-#include "cpu/schedule.h"
-#include "cpu/tile.h"
+#include "cpu/key_tiles.h"
 
 namespace flash::cpu {
 namespace {
 
-template <class Real>
-struct Buffers {
-  Real *q_lanes, *k_rows, *v_rows, *scores, *out_lanes, *row_max, *row_sum, *rescale;
-  uint8_t* keep;
-  int64_t reals;
+// Packed keys and values of a wave: enough for all threads, and a share of the last cache.
+constexpr int64_t kWaveBytes = 8 << 20;
 
-  Buffers(Real* piece, const AttentionParams& p, TileSize tile) {
-    Carver<Real> carve(piece);
-    q_lanes = carve.take(p.dim * tile.rows);     // [dim][lane], times scale
-    k_rows = carve.take(tile.keys * p.dim);      // [key][dim]
-    v_rows = carve.take(tile.keys * p.dim_v);    // [key][dim_v]
-    scores = carve.take(tile.keys * tile.rows);  // [key][lane]: logits, then probabilities
-    out_lanes = carve.take(p.dim_v * tile.rows);
-    row_max = carve.take(tile.rows);
-    row_sum = carve.take(tile.rows);
-    rescale = carve.take(tile.rows);
-    keep = reinterpret_cast<uint8_t*>(carve.take(p.dropout.given() ? tile.keys * tile.rows : 0));
-    reals = carve.used();
+template <class Arithmetic>
+class ForwardPass {
+  using Real = typename Arithmetic::Real;
+  using Element = typename Arithmetic::Element;
+
+ public:
+  ForwardPass(const FwdParams& p, const ThreadPool& given)
+      : p_(p),
+        sequences_(p),
+        size_(Arithmetic::forward_tile(sequences_.longest_q, sequences_.longest_k)),
+        in_place_(Arithmetic::kInPlace && p.dtype == kNative<Real> && sequences_.longest_q <= size_.rows),
+        pool_(pool_for(given, score_elements(p, sequences_) * static_cast<double>(p.dim + p.dim_v))),
+        k_tile_(Arithmetic::key_elements(size_.keys, p.dim)),
+        v_tile_(Arithmetic::key_elements(size_.keys, p.dim_v)) {}
+
+  void run() {
+    const Workspace<Real> workspace(pool_.threads, Buffers(nullptr, *this).reals);
+    for (int64_t unit = 0; unit < all_units();) {
+      unit = fill_wave(unit);
+      const Workspace<Element> packed(1, in_place_ ? 0 : tiles_ * (k_tile_ + v_tile_));
+      packed_ = packed.piece(0);
+      if (!in_place_) pool_.for_each(tiles_, [&](int, int64_t tile) { pack(tile); });
+      pool_.for_each(items_, [&](int worker, int64_t item) { run_item(item, Buffers(workspace.piece(worker), *this)); });
+    }
   }
+
+  Plan plan(int64_t backward_bytes) {
+    fill_wave(0);
+    const int64_t workers = pool_.workers(items_);
+    const int64_t bytes = workers * Buffers(nullptr, *this).reals * static_cast<int64_t>(sizeof(Real)) +
+                          (in_place_ ? 0 : tiles_ * (k_tile_ + v_tile_) * static_cast<int64_t>(sizeof(Element)));
+    return {Arithmetic::name(), size_.rows, size_.keys, static_cast<int>(workers), bytes, backward_bytes};
+  }
+
+ private:
+  struct Buffers {
+    Real *scores, *out_lanes, *row_max, *row_sum, *rescale;
+    Element *q_lanes, *weights;
+    uint8_t* keep;
+    int64_t reals;
+
+    Buffers(Real* piece, const ForwardPass& pass) {
+      const AttentionParams& p = pass.p_;
+      const TileSize size = pass.size_;
+      Carver<Real> carve(piece);
+      scores = carve.take(size.rows * size.keys);  // [panel][key][lane]: logits, then probabilities
+      out_lanes = carve.take(round_up(p.dim_v, kLanes) * size.rows);
+      row_max = carve.take(size.rows);
+      row_sum = carve.take(size.rows);
+      rescale = carve.take(size.rows);
+      q_lanes = carve.template take_as<Element>(Arithmetic::query_elements(size.panels(), p.dim));
+      weights = carve.template take_as<Element>(Arithmetic::weight_elements(size.keys, size.panels()));
+      keep = carve.template take_as<uint8_t>(p.dropout.given() ? size.panel_elements() : 0);
+      reals = carve.used();
+    }
+  };
+
+  int64_t all_units() const { return static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
+
+  // Takes units from `unit` on; returns the first of the next wave.
+  int64_t fill_wave(int64_t unit) {
+    units_.clear();
+    tiles_ = items_ = 0;
+    for (; unit < all_units(); ++unit) {
+      const Sequence& s = sequences_.all[unit / p_.heads_k];
+      const Unit next{&s, unit % p_.heads_k, divide_up(s.q.length, size_.rows), tiles_, items_};
+      const int64_t tiles = tiles_ + next.tiles(size_);
+      const int64_t bytes = tiles * (k_tile_ + v_tile_) * static_cast<int64_t>(sizeof(Element));
+      if (!units_.empty() && !in_place_ && bytes > kWaveBytes) break;
+      units_.push_back(next);
+      tiles_ = tiles;
+      items_ += next.blocks * p_.group();
+    }
+    return unit;
+  }
+
+  // Packs a tile of K and V: the keys that some row of the sequence sees, and no other is read.
+  void pack(int64_t tile) const {
+    const Unit& unit = unit_of(units_, &Unit::first_tile, tile);
+    const Sequence& s = *unit.sequence;
+    const int64_t first = (tile - unit.first_tile) * size_.keys;
+    const Visibility visibility = make_visibility(p_.window, s.q.length, s.k.length);
+    const Range seen = intersect({first, first + size_.keys}, visibility.keys_of_any({0, s.q.length}));
+    if (seen.empty()) return;
+    const Range readable{seen.begin - first, seen.end - first};
+    const int64_t row = s.k.first() + first;
+    Element* to = packed_ + tile * (k_tile_ + v_tile_);
+    Arithmetic::pack_key_rows(p_.dtype, p_.k, p_.k.offset(s.k.batch, unit.head_k, row), readable, size_.keys, p_.dim,
+                              to);
+    Arithmetic::pack_key_columns(p_.dtype, p_.v, p_.v.offset(s.k.batch, unit.head_k, row), readable, size_.keys,
+                                 p_.dim_v, to + k_tile_);
+  }
+
+  // Under a causal mask the last rows have the most work: longest first.
+  void run_item(int64_t item, const Buffers& buffers) const {
+    const Unit& unit = unit_of(units_, &Unit::first_item, item);
+    const int64_t index = item - unit.first_item, block = unit.blocks - 1 - index / p_.group();
+    const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + index % p_.group());
+    const Range rows = intersect({block * size_.rows, (block + 1) * size_.rows}, {0, head.sequence.q.length});
+    [[maybe_unused]] const typename Arithmetic::ThreadState state;
+    accumulate(unit, head, rows, buffers);
+    finish(head, rows, buffers);
+  }
+
+  // m, ℓ, O^T over all visible keys.
+  void accumulate(const Unit& unit, const HeadContext<Real>& head, Range rows, const Buffers& buffers) const {
+    const Rows& q = head.sequence.q;
+    const int64_t panels = divide_up(rows.size(), kLanes), out_panel = round_up(p_.dim_v, kLanes) * kLanes;
+    Arithmetic::pack_queries(p_.dtype, p_.q, p_.q.offset(q.batch, head.head, q.first() + rows.begin), rows.size(),
+                             p_.dim, p_.score.scale, panels, buffers.q_lanes);
+    std::fill(buffers.row_max, buffers.row_max + panels * kLanes, -INFINITY);
+    std::fill(buffers.row_sum, buffers.row_sum + panels * kLanes, Real(0));
+
+    const Range seen = head.visibility.keys_of_any(rows);
+    if (seen.empty()) std::fill(buffers.out_lanes, buffers.out_lanes + panels * out_panel, Real(0));
+    for (int64_t n = seen.empty() ? 0 : seen.begin / size_.keys; n * size_.keys < seen.end; ++n) {
+      // Only keys that some row sees take part, but for what rounds them up to a step.
+      const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
+      const Range keys{in_tile.begin / Arithmetic::kKeyStep * Arithmetic::kKeyStep, in_tile.end};
+      const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
+      const typename Arithmetic::Keys k = tile_of(unit, n, keys, p_.k, p_.dim, 0);
+      const typename Arithmetic::Keys v = tile_of(unit, n, keys, p_.v, p_.dim_v, k_tile_);
+      const bool is_first = n == seen.begin / size_.keys;
+      Arithmetic::scores(k, keys.size(), p_.dim, buffers.q_lanes, panels, buffers.scores, size_.panel_elements());
+      for (int64_t panel = 0; panel < panels; ++panel) softmax(head, tile.panel(panel), panel, is_first, buffers);
+      Arithmetic::combine(v, keys.size(), p_.dim_v, weights(buffers), size_.panel_elements(), panels, buffers.out_lanes,
+                          out_panel, !is_first);
+    }
+  }
+
+  typename Arithmetic::Keys tile_of(const Unit& unit, int64_t n, Range keys, const Operand& x, int64_t dim,
+                                    int64_t offset_in_tile) const {
+    if constexpr (Arithmetic::kInPlace) {
+      const Rows& k = unit.sequence->k;
+      if (in_place_) return rows_in_place<Real>(x, x.offset(k.batch, unit.head_k, k.first() + keys.begin));
+    }
+    const Element* tile = packed_ + (unit.first_tile + n) * (k_tile_ + v_tile_) + offset_in_tile;
+    return Arithmetic::keys(tile, keys.begin - n * size_.keys, size_.keys, dim);
+  }
+
+  // Scores of one panel to weights; what O^T holds so far is rescaled to the new maximum.
+  void softmax(const HeadContext<Real>& head, const TilePlace& panel, int64_t index, bool is_first,
+               const Buffers& buffers) const {
+    Real* scores = buffers.scores + index * size_.panel_elements();
+    Real* rescale = buffers.rescale + index * kLanes;
+    const Real scale = Arithmetic::adjust(p_, head, panel, scores);
+    const bool moved =
+        Arithmetic::softmax({panel.keys, scores, buffers.row_max + index * kLanes, buffers.row_sum + index * kLanes,
+                             rescale},
+                            scale, weights(buffers) + index * size_.panel_elements());
+    if (moved && !is_first) {
+      Real* out = buffers.out_lanes + index * round_up(p_.dim_v, kLanes) * kLanes;
+      for (int64_t d = 0; d < p_.dim_v; ++d, out += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane) out[lane] *= rescale[lane];
+    }
+    if (p_.dropout.given()) {
+      dropout_panel(p_.dropout, head.dropout, panel, buffers.keep);
+      Arithmetic::drop_weights(buffers.keep, panel.keys, weights(buffers) + index * size_.panel_elements());
+    }
+  }
+
+  static Element* weights(const Buffers& buffers) {
+    if constexpr (Arithmetic::kInPlace) {
+      return buffers.scores;
+    } else {
+      return buffers.weights;
+    }
+  }
+
+  // The sink joins the sum, O is normalised, the statistics are written.
+  void finish(const HeadContext<Real>& head, Range rows, const Buffers& buffers) const {
+    const Rows& q = head.sequence.q;
+    const Real keep_scale = static_cast<Real>(p_.dropout.keep_scale);
+    Real* factor = buffers.rescale;
+    std::fill(factor, factor + size_.rows, Real(0));
+    for (int64_t r = 0; r < rows.size(); ++r) {
+      Real row_max = buffers.row_max[r], row_sum = buffers.row_sum[r], scale = 1;
+      if (p_.sink != nullptr) {
+        const Merge<Real> with_sink = merge(row_max, static_cast<const Real*>(p_.sink)[head.head]);
+        row_max = with_sink.row_max;
+        row_sum = row_sum * with_sink.scale_a + with_sink.scale_b;
+        scale = with_sink.scale_a;
+      }
+      factor[r] = row_sum == 0 ? Real(0) : scale * keep_scale / row_sum;
+      const RowStatistics<Real> statistics = make_statistics(row_max, row_sum);
+      const auto write = [&](const RowArray& array, Real x) {
+        static_cast<Real*>(array.data)[array.offset(q.batch, head.head, q.first() + rows.begin + r)] = x;
+      };
+      write(p_.reference, statistics.reference);
+      write(p_.log2_sum, statistics.log2_sum);
+      write(p_.lse, log_sum_exp(statistics));
+    }
+    Real* out = buffers.out_lanes;
+    for (int64_t first = 0; first < rows.size(); first += kLanes, out += round_up(p_.dim_v, kLanes) * kLanes) {
+      scale_lanes(out, p_.dim_v, factor + first);
+      unpack_lanes(p_.dtype, p_.out, p_.out.offset(q.batch, head.head, q.first() + rows.begin + first),
+                   std::min(kLanes, rows.size() - first), p_.dim_v, out);
+    }
+  }
+
+  const FwdParams& p_;
+  const Sequences sequences_;
+  const TileSize size_;
+  const bool in_place_;
+  const ThreadPool pool_;
+  const int64_t k_tile_, v_tile_;  // elements of a packed tile
+  std::vector<Unit> units_;        // of the current wave
+  int64_t tiles_ = 0, items_ = 0;
+  Element* packed_ = nullptr;
 };
 
-// m, ℓ, O^T over all visible key blocks.
-template <class Real>
-void accumulate(const FwdParams& p, const HeadContext<Real>& head, Range rows, TileSize size, bool in_place,
-                const Buffers<Real>& buffers) {
-  const MicroKernels<Real>& kernels = micro_kernels<Real>();
-  const int64_t lanes = size.rows, head_k = head.head / p.group();
-  const Rows& q = head.sequence.q;
-  const Rows& k = head.sequence.k;
-  pack_lanes(p.dtype, p.q, p.q.offset(q.batch, head.head, q.first() + rows.begin), rows.size(), p.dim,
-             static_cast<Real>(p.score.scale), buffers.q_lanes, lanes);
-  std::fill(buffers.row_max, buffers.row_max + lanes, -INFINITY);
-  std::fill(buffers.row_sum, buffers.row_sum + lanes, Real(0));
-
-  const BlockRange blocks = head.visibility.key_blocks(rows, size.keys);
-  if (blocks.begin >= blocks.end) std::fill(buffers.out_lanes, buffers.out_lanes + p.dim_v * lanes, Real(0));
-  for (int64_t n = blocks.begin; n < blocks.end; ++n) {
-    // Only keys that some row sees are read.
-    const Range keys = intersect({n * size.keys, (n + 1) * size.keys}, head.visibility.keys_of_any(rows));
-    const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
-    const int64_t first_key = k.first() + keys.begin;
-    const RowsView<Real> k_rows = view_rows(p.dtype, p.k, p.k.offset(k.batch, head_k, first_key), keys.size(), p.dim,
-                                            in_place, buffers.k_rows, p.dim);
-    const RowsView<Real> v_rows = view_rows(p.dtype, p.v, p.v.offset(k.batch, head_k, first_key), keys.size(), p.dim_v,
-                                            in_place, buffers.v_rows, p.dim_v);
-
-    logits<Real>(p, head, tile, buffers.q_lanes, k_rows, buffers.scores, nullptr, lanes);
-    const bool moved = kernels.softmax_step(
-        {keys.size(), lanes, buffers.scores, lanes, buffers.row_max, buffers.row_sum, buffers.rescale});
-    if (moved && n != blocks.begin) {
-      for (int64_t d = 0; d < p.dim_v; ++d)
-        for (int64_t r = 0; r < lanes; ++r) buffers.out_lanes[d * lanes + r] *= buffers.rescale[r];
-    }
-    if (p.dropout.given()) {
-      dropout_tile(p.dropout, head.dropout, tile, buffers.keep, lanes);
-      drop(buffers.keep, tile, buffers.scores, lanes);
-    }
-    kernels.multiply({p.dim_v, keys.size(), lanes, v_rows.data, 1, v_rows.stride, buffers.scores, lanes,
-                      buffers.out_lanes, lanes, n != blocks.begin});
-  }
-}
-
-// The sink joins the sum, O is normalised, the statistics are written.
-template <class Real>
-void finish(const FwdParams& p, const HeadContext<Real>& head, Range rows, const Buffers<Real>& buffers,
-            int64_t lanes) {
-  const Rows& q = head.sequence.q;
-  const Real keep_scale = static_cast<Real>(p.dropout.keep_scale);
-  Real* factor = buffers.rescale;
-  for (int64_t r = 0; r < rows.size(); ++r) {
-    Real row_max = buffers.row_max[r], row_sum = buffers.row_sum[r], scale = 1;
-    if (p.sink != nullptr) {
-      const Merge<Real> with_sink = merge(row_max, static_cast<const Real*>(p.sink)[head.head]);
-      row_max = with_sink.row_max;
-      row_sum = row_sum * with_sink.scale_a + with_sink.scale_b;
-      scale = with_sink.scale_a;
-    }
-    factor[r] = row_sum == 0 ? Real(0) : scale * keep_scale / row_sum;
-    const RowStatistics<Real> statistics = make_statistics(row_max, row_sum);
-    const auto write = [&](const RowArray& array, Real x) {
-      static_cast<Real*>(array.data)[array.offset(q.batch, head.head, q.first() + rows.begin + r)] = x;
-    };
-    write(p.reference, statistics.reference);
-    write(p.log2_sum, statistics.log2_sum);
-    write(p.lse, log_sum_exp(statistics));
-  }
-  std::fill(factor + rows.size(), factor + lanes, Real(0));
-  scale_lanes(buffers.out_lanes, p.dim_v, factor, rows.size(), lanes);
-  unpack_lanes(p.dtype, p.out, p.out.offset(q.batch, head.head, q.first() + rows.begin), rows.size(), p.dim_v,
-               buffers.out_lanes, lanes);
-}
-
-// Everything about a call that its shape decides.
-template <class Real>
-struct Setup {
-  Sequences sequences;
-  TileSize size;
-  bool in_place;
-  BlockItems items;
-  ThreadPool pool;
-  int64_t worker_reals;
-
-  Setup(const AttentionParams& p, const ThreadPool& given)
-      : sequences(p),
-        size(tile_size(sequences.longest_q, sequences.longest_k)),
-        in_place(reads_in_place<Real>(p, sequences.longest_q, size)),
-        items(sequences, p.heads, size.rows, [](const Sequence& s) { return s.q.length; }),
-        pool(pool_for(given, score_elements(p, sequences) * static_cast<double>(p.dim + p.dim_v))),
-        worker_reals(Buffers<Real>(nullptr, p, size).reals) {}
-};
-
-template <class Real>
-void forward_as(const FwdParams& p, const ThreadPool& given) {
-  const Setup<Real> setup(p, given);
-  const BlockItems& items = setup.items;
-  const TileSize size = setup.size;
-  const Workspace<Real> workspace(setup.pool.workers(items.count()), setup.worker_reals);
-  setup.pool.for_each(items.count(), [&](int worker, int64_t i) {
-    const BlockItems::Item item = items[i];
-    const HeadContext<Real> head(p, setup.sequences.all[item.sequence], item.unit);
-    const Buffers<Real> buffers(workspace.piece(worker), p, size);
-    // Under a causal mask the last rows have the most work: longest first.
-    const int64_t block = items.blocks_of(item.sequence) - 1 - item.block;
-    const Range rows = intersect({block * size.rows, (block + 1) * size.rows}, {0, head.sequence.q.length});
-    accumulate(p, head, rows, size, setup.in_place, buffers);
-    finish(p, head, rows, buffers, size.rows);
-  });
-}
-
-template <class Real>
-Plan plan_as(const AttentionParams& p, const ThreadPool& given) {
-  const Setup<Real> setup(p, given);
-  const int workers = setup.pool.workers(setup.items.count());
-  const int64_t bytes = workers * setup.worker_reals * static_cast<int64_t>(sizeof(Real));
-  return {micro_kernels<Real>().name,
-          setup.size.rows,
-          setup.size.keys,
-          workers,
-          bytes,
-          backward_workspace_bytes<Real>(p, given)};
+template <class Arithmetic>
+Plan plan_as(const AttentionParams& shape, const ThreadPool& pool) {
+  FwdParams p;
+  static_cast<AttentionParams&>(p) = shape;
+  return ForwardPass<Arithmetic>(p, pool).plan(backward_workspace_bytes<typename Arithmetic::Real>(shape, pool));
 }
 
 }  // namespace
 
 void forward(const FwdParams& params, const ThreadPool& pool) {
-  params.dtype == DataType::kFloat64 ? forward_as<double>(params, pool) : forward_as<float>(params, pool);
+  with_arithmetic(params, [&](auto arithmetic) { ForwardPass<decltype(arithmetic)>(params, pool).run(); });
 }
 
 Plan plan(const AttentionParams& shape, const ThreadPool& pool) {
-  return shape.dtype == DataType::kFloat64 ? plan_as<double>(shape, pool) : plan_as<float>(shape, pool);
+  return with_arithmetic(shape, [&](auto arithmetic) { return plan_as<decltype(arithmetic)>(shape, pool); });
 }
 
 }  // namespace flash::cpu

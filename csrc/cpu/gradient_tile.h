@@ -4,97 +4,106 @@
 //   P = exp2((S - R) · log2 e - log2 ℓ),   dP = V dO^T (dropped like P),   dS = P ∘ (dP - delta),   delta = rowsum(dO ∘ O) - dLSE
 #pragma once
 
-#include "cpu/tile.h"
+#include "cpu/arithmetic.h"
 
 namespace flash::cpu {
 
-template <class Real>
+template <class Arithmetic>
 struct GradientTile {
-  Real* q_lanes;             // [dim][lane], times scale
-  Real* dout_lanes;          // [dim_v][lane]
-  Real *q_copy, *dout_copy;  // [row][dim_lanes], [row][dim_v_lanes]
-  Real* probabilities;       // [key][lane]: P, after dropout but without its factor 1 / (1 - p)
-  Real* dlogits;             // [key][lane]: dS with respect to the logits (what a bias receives)
-  Real* dscores;             // [key][lane]: dS with respect to scale · q·k
-  Real* derivative;          // of the softcap
+  using Real = typename Arithmetic::Real;
+  using Element = typename Arithmetic::Element;
+  using Keys = typename Arithmetic::Keys;
+  using QueryRows = typename Arithmetic::QueryRows;
+
+  TileSize size;
+  Real* scores;      // [panel][key][lane]: P, after dropout but without its factor 1 / (1 - p)
+  Real* dlogits;     // dS with respect to the logits (what a bias receives)
+  Real* derivative;  // null without softcap; its derivative, then dS with respect to scale · q·k
   Real *reference, *log2_sum, *delta;
+  Element *q_lanes, *dout_lanes;  // [panel][dim][lane]; Q times scale
+  Element *q_rows, *dout_rows;    // copies for `outer`
+  Element* operands;              // P and dS, where the arithmetic needs them in another type
   uint8_t* keep;
-  int64_t lanes;
   int64_t reals;
 
-  GradientTile(Real* piece, const AttentionParams& p, TileSize size) : lanes(size.rows) {
-    const int64_t tile = size.keys * lanes;
-    const bool capped = p.score.softcap > 0;
+  GradientTile(Real* piece, const AttentionParams& p, TileSize tile_size) : size(tile_size) {
+    const int64_t elements = size.rows * size.keys;
     Carver<Real> carve(piece);
-    q_lanes = carve.take(p.dim * lanes);
-    q_copy = carve.take(lanes * round_up(p.dim, kLanes));
-    dout_lanes = carve.take(p.dim_v * lanes);
-    dout_copy = carve.take(lanes * round_up(p.dim_v, kLanes));
-    probabilities = carve.take(tile);
-    dlogits = carve.take(tile);
-    derivative = carve.take(capped ? tile : 0);
-    dscores = capped ? derivative : dlogits;
-    reference = carve.take(lanes);
-    log2_sum = carve.take(lanes);
-    delta = carve.take(lanes);
-    keep = reinterpret_cast<uint8_t*>(carve.take(p.dropout.given() ? tile : 0));
+    scores = carve.take(elements);
+    dlogits = carve.take(elements);
+    derivative = p.score.softcap > 0 ? carve.take(elements) : nullptr;
+    reference = carve.take(size.rows);
+    log2_sum = carve.take(size.rows);
+    delta = carve.take(size.rows);
+    q_lanes = carve.template take_as<Element>(Arithmetic::query_elements(size.panels(), p.dim));
+    dout_lanes = carve.template take_as<Element>(Arithmetic::query_elements(size.panels(), p.dim_v));
+    q_rows = carve.template take_as<Element>(Arithmetic::query_row_elements(size.rows, p.dim));
+    dout_rows = carve.template take_as<Element>(Arithmetic::query_row_elements(size.rows, p.dim_v));
+    operands = carve.template take_as<Element>(Arithmetic::gradient_elements(size));
+    keep = carve.template take_as<uint8_t>(p.dropout.given() ? size.panel_elements() : 0);
     reals = carve.used();
   }
 
   void load_queries(const BwdParams& p, const RowArray& deltas, const HeadContext<Real>& head, Range rows) const {
     const Rows& q = head.sequence.q;
-    const int64_t first = q.first() + rows.begin, n = rows.size();
-    const Real scale = static_cast<Real>(p.score.scale);
-    pack_lanes(p.dtype, p.q, p.q.offset(q.batch, head.head, first), n, p.dim, scale, q_lanes, lanes);
-    pack_lanes(p.dtype, p.dout, p.dout.offset(q.batch, head.head, first), n, p.dim_v, Real(1), dout_lanes, lanes);
+    const int64_t first = q.first() + rows.begin, panels = divide_up(rows.size(), kLanes);
+    Arithmetic::pack_queries(p.dtype, p.q, p.q.offset(q.batch, head.head, first), rows.size(), p.dim, p.score.scale,
+                             panels, q_lanes);
+    Arithmetic::pack_queries(p.dtype, p.dout, p.dout.offset(q.batch, head.head, first), rows.size(), p.dim_v, 1, panels,
+                             dout_lanes);
     const auto read = [&](const RowArray& array, int64_t r) {
       return static_cast<const Real*>(array.data)[array.offset(q.batch, head.head, first + r)];
     };
-    for (int64_t r = 0; r < lanes; ++r) {
+    for (int64_t r = 0; r < panels * kLanes; ++r) {
       // Lanes beyond the rows look like empty rows: P = 0.
+      const bool is_row = r < rows.size();
       const RowStatistics<Real> row =
-          r < n ? RowStatistics<Real>{read(p.reference, r), read(p.log2_sum, r)} : RowStatistics<Real>{};
+          is_row ? RowStatistics<Real>{read(p.reference, r), read(p.log2_sum, r)} : RowStatistics<Real>{};
       reference[r] = row.reference;
       log2_sum[r] = log2_sum_for_backward(row);
-      delta[r] = r < n ? read(deltas, r) : Real(0);
+      delta[r] = is_row ? read(deltas, r) : Real(0);
     }
   }
 
-  // The rows of Q and dO, for dK and dV. The columns are padded to whole vectors, unless `in_place`.
-  RowsView<Real> q_rows(const BwdParams& p, const HeadContext<Real>& head, Range rows, bool in_place) const {
-    return rows_of(p.dtype, p.q, head, rows, p.dim, in_place, q_copy);
-  }
-  RowsView<Real> dout_rows(const BwdParams& p, const HeadContext<Real>& head, Range rows, bool in_place) const {
-    return rows_of(p.dtype, p.dout, head, rows, p.dim_v, in_place, dout_copy);
+  // Rows of Q or dO (x), of the same queries, as an operand of `outer`.
+  QueryRows rows_of(DataType dtype, const Operand& x, const HeadContext<Real>& head, Range rows, int64_t dim,
+                    bool in_place, Element* copy) const {
+    const Rows& q = head.sequence.q;
+    const int64_t offset = x.offset(q.batch, head.head, q.first() + rows.begin);
+    return Arithmetic::query_rows(dtype, x, offset, rows.size(), dim, size.rows, in_place, copy);
   }
 
-  void compute(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& tile, RowsView<Real> k,
-               RowsView<Real> v) const {
-    const MicroKernels<Real>& kernels = micro_kernels<Real>();
-    logits<Real>(p, head, tile, q_lanes, k, probabilities, p.score.softcap > 0 ? derivative : nullptr, lanes);
-    kernels.probabilities({tile.keys, lanes, probabilities, lanes, reference, log2_sum});
-    kernels.multiply({tile.keys, p.dim_v, lanes, v.data, v.stride, 1, dout_lanes, lanes, dlogits, lanes, false});
-    const Real keep_scale = static_cast<Real>(p.dropout.keep_scale);
-    if (p.dropout.given()) {
-      dropout_tile(p.dropout, head.dropout, tile, keep, lanes);
-      drop(keep, tile, dlogits, lanes);
-    }
-    for (int64_t j = 0; j < tile.keys; ++j)
-      for (int64_t r = 0; r < lanes; ++r) {
-        const int64_t x = j * lanes + r;
-        dlogits[x] = probabilities[x] * (dlogits[x] * keep_scale - delta[r]);
-      }
-    if (p.dropout.given()) drop(keep, tile, probabilities, lanes);
-    if (p.score.softcap > 0)
-      for (int64_t x = 0; x < tile.keys * lanes; ++x) dscores[x] = derivative[x] * dlogits[x];
+  void compute(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& tile, Keys k, Keys v) const {
+    const int64_t panels = divide_up(tile.rows, kLanes);
+    Arithmetic::scores(k, tile.keys, p.dim, q_lanes, panels, scores, size.panel_elements());
+    Arithmetic::scores(v, tile.keys, p.dim_v, dout_lanes, panels, dlogits, size.panel_elements());
+    for (int64_t panel = 0; panel < panels; ++panel) compute_panel(p, head, tile.panel(panel), panel);
+  }
+
+  typename Arithmetic::Gradients gradients() const {
+    return Arithmetic::gradients(scores, derivative != nullptr ? derivative : dlogits, operands, size);
   }
 
  private:
-  static RowsView<Real> rows_of(DataType dtype, const Operand& x, const HeadContext<Real>& head, Range rows,
-                                int64_t dim, bool in_place, Real* copy) {
-    const Rows& q = head.sequence.q;
-    const int64_t offset = x.offset(q.batch, head.head, q.first() + rows.begin);
-    return view_rows(dtype, x, offset, rows.size(), dim, in_place && dim % kLanes == 0, copy, round_up(dim, kLanes));
+  void compute_panel(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& panel, int64_t index) const {
+    const int64_t at = index * size.panel_elements(), elements = panel.keys * kLanes;
+    Real *s = scores + at, *ds = dlogits + at;
+    const bool capped = derivative != nullptr;
+    Arithmetic::scale_scores(p, panel.keys, s);
+    adjust_logits(p, head, panel, s, capped ? derivative + at : nullptr);
+    if (p.dropout.given()) {
+      dropout_panel(p.dropout, head.dropout, panel, keep);
+      drop(keep, panel.keys, ds);
+    }
+    const int64_t lane = index * kLanes;
+    micro_kernels<Real>().gradient_step({panel.keys, s, ds, reference + lane, log2_sum + lane, delta + lane,
+                                         static_cast<Real>(p.dropout.keep_scale)});
+    if (p.dropout.given()) drop(keep, panel.keys, s);
+    if (capped) {
+      Real* x = derivative + at;
+      for (int64_t i = 0; i < elements; ++i) x[i] *= ds[i];
+    }
+    Arithmetic::store_gradients(index, panel.keys, s, capped ? derivative + at : ds, operands, size);
   }
 };
 

@@ -1,48 +1,54 @@
 // The seam between the tile loop and the instruction sets: everything that costs time per element of a tile is one of
 // these functions. A tile keeps query rows along its lanes: S^T is [key][lane], so softmax never reduces across a
 // vector, and every product of forward and backward has the one form C[row][lane] += A[row][depth] · B[depth][lane].
+//
+// Lanes come in panels of 16. A matrix with lanes is stored panel by panel: [panel][row][16 lanes].
 #pragma once
 
 #include <cstdint>
 
 namespace flash::cpu {
 
-inline constexpr int64_t kLanes = 16;  // lanes come in multiples of this, buffers are padded to it
+inline constexpr int64_t kLanes = 16;  // of a panel
 
-// C (+)= A · B.  A(row, depth) = a[row · a_row_stride + depth · a_depth_stride];  B and C have unit stride along lanes.
+// C (+)= A · B.
+//   A(row, k)         = a[row · a_row_stride + k / 16 · a_panel_stride + k % 16 · a_depth_stride]
+//   B(k, panel, lane) = b[panel · b_panel_stride + k · b_stride + lane],   C(row, panel, lane) alike
 template <class Real>
 struct Product {
-  int64_t rows, depth, lanes;
+  int64_t rows, depth, panels;
   const Real* a;
-  int64_t a_row_stride, a_depth_stride;
+  int64_t a_row_stride, a_depth_stride, a_panel_stride;
   const Real* b;
-  int64_t b_stride;
+  int64_t b_stride, b_panel_stride;
   Real* c;
-  int64_t c_stride;
+  int64_t c_stride, c_panel_stride;
   bool accumulate;
 };
 
-// One step of the online softmax over scores [keys][lanes] (paper, Algorithm 1, lines 10 to 12): updates the running
+// One step of the online softmax over the scores of one panel (paper, Algorithm 1, lines 10 to 12): updates the running
 // maximum and sum, turns the scores into exp(S - maximum), and returns in `rescale` what earlier sums and outputs must
 // be multiplied by. Returns whether any lane's factor differs from 1.
 template <class Real>
 struct SoftmaxStep {
-  int64_t keys, lanes;
+  int64_t keys;
   Real* scores;
-  int64_t stride;
   Real* row_max;
   Real* row_sum;
   Real* rescale;
 };
 
-// Scores [keys][lanes] to probabilities exp2((S - reference) · log2 e - log2_sum).
+// One panel of backward: S becomes P = exp2((S - reference) · log2 e - log2_sum), dP becomes dS = P · (keep_scale · dP -
+// delta).
 template <class Real>
-struct Probabilities {
-  int64_t keys, lanes;
+struct GradientStep {
+  int64_t keys;
   Real* scores;
-  int64_t stride;
+  Real* gradients;
   const Real* reference;
   const Real* log2_sum;
+  const Real* delta;
+  Real keep_scale;
 };
 
 template <class Real>
@@ -50,11 +56,11 @@ struct MicroKernels {
   const char* name;
   void (*multiply)(const Product<Real>&);
   bool (*softmax_step)(const SoftmaxStep<Real>&);
-  void (*probabilities)(const Probabilities<Real>&);
+  void (*gradient_step)(const GradientStep<Real>&);
 };
 
 // In ascending order; each includes those below.
-enum class InstructionSet : int { kPortable, kAvx2, kAvx512 };
+enum class InstructionSet : int { kPortable, kAvx2, kAvx512, kAmx };
 
 // What this machine has.
 InstructionSet best_instruction_set();

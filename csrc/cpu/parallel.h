@@ -74,6 +74,11 @@ class Carver {
     used_ += (reals + 15) / 16 * 16;
     return p;
   }
+  template <class Element>
+  Element* take_as(int64_t elements) {
+    return reinterpret_cast<Element*>(take((elements * static_cast<int64_t>(sizeof(Element)) + sizeof(Real) - 1) /
+                                           static_cast<int64_t>(sizeof(Real))));
+  }
   int64_t used() const { return used_; }
 
  private:

@@ -55,13 +55,13 @@ static void test_conversion(From from, To to) {
   }
 }
 
-// probabilities() computes exp(S - R) · 2^-L.
+// gradient_step() computes P = exp(S - R) · 2^-L.
 template <class Real>
 static Real exp_of(Real s, Real minus_l) {
-  constexpr int64_t kN = 16;
-  std::vector<Real> scores(kN, s);
-  const std::vector<Real> zero(kN, Real(0)), log2_sum(kN, -minus_l);
-  micro_kernels<Real>().probabilities({1, kN, scores.data(), kN, zero.data(), log2_sum.data()});
+  std::vector<Real> scores(kLanes, s), gradients(kLanes, Real(0));
+  const std::vector<Real> zero(kLanes, Real(0)), log2_sum(kLanes, -minus_l);
+  micro_kernels<Real>().gradient_step(
+      {1, scores.data(), gradients.data(), zero.data(), log2_sum.data(), zero.data(), Real(1)});
   return scores[3];
 }
 
@@ -81,27 +81,85 @@ static void test_exp(double tolerance, Real lowest, Real highest) {
 }
 
 template <class Real>
+static void test_gradient_step(double tolerance) {
+  std::mt19937 generator(2);
+  std::uniform_real_distribution<double> uniform(-3, 3);
+  constexpr int64_t kKeys = 5;
+  std::vector<Real> s(kKeys * kLanes), dp(s.size()), reference(kLanes), log2_sum(kLanes), delta(kLanes);
+  for (auto* x : {&s, &dp, &reference, &log2_sum, &delta})
+    for (Real& e : *x) e = static_cast<Real>(std::round(8 * uniform(generator)) / 8);  // differences are exact
+  std::vector<Real> p = s, ds = dp;
+  const Real keep_scale = Real(1.25);
+  micro_kernels<Real>().gradient_step(
+      {kKeys, p.data(), ds.data(), reference.data(), log2_sum.data(), delta.data(), keep_scale});
+  for (int64_t i = 0; i < kKeys * kLanes; ++i) {
+    const int64_t lane = i % kLanes;
+    const double exact = std::exp(double(s[i]) - reference[lane]) * std::exp2(-double(log2_sum[lane]));
+    EXPECT(std::fabs(p[i] / exact - 1) < tolerance);
+    EXPECT(std::fabs(ds[i] - exact * (dp[i] * double(keep_scale) - delta[lane])) < 20 * tolerance * exact);
+  }
+}
+
+template <class Real>
+static void test_softmax_step(double tolerance) {
+  std::mt19937 generator(3);
+  std::uniform_real_distribution<double> uniform(-9, 9);
+  for (int64_t keys : {1, 2, 3, 4, 5, 8, 11}) {
+    std::vector<Real> s(keys * kLanes), row_max(kLanes), row_sum(kLanes), rescale(kLanes);
+    for (Real& x : s) x = static_cast<Real>(std::round(8 * uniform(generator)) / 8);  // differences are exact
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      row_max[lane] = lane == 0 ? Real(-INFINITY) : lane == 1 ? Real(20) : Real(1);
+      row_sum[lane] = lane == 0 ? Real(0) : Real(lane);
+      if (lane == 2)
+        for (int64_t j = 0; j < keys; ++j) s[j * kLanes + lane] = -INFINITY;  // sees nothing here
+    }
+    std::vector<Real> p = s, most = row_max, sum = row_sum;
+    micro_kernels<Real>().softmax_step({keys, p.data(), most.data(), sum.data(), rescale.data()});
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      double exact_max = row_max[lane], exact_sum;
+      for (int64_t j = 0; j < keys; ++j) exact_max = std::max(exact_max, double(s[j * kLanes + lane]));
+      EXPECT(most[lane] == exact_max);
+      const double factor = std::exp(row_max[lane] - exact_max);
+      EXPECT(std::fabs(rescale[lane] - factor) <= tolerance * factor);
+      exact_sum = row_sum[lane] * factor;
+      for (int64_t j = 0; j < keys; ++j) {
+        const double exact = std::exp(s[j * kLanes + lane] - exact_max);
+        EXPECT(std::fabs(p[j * kLanes + lane] - exact) <= tolerance * exact);
+        exact_sum += exact;
+      }
+      EXPECT(std::fabs(sum[lane] - exact_sum) <= 8 * tolerance * exact_sum);
+    }
+  }
+}
+
+template <class Real>
 static void test_product(double tolerance) {
   std::mt19937 generator(1);
   std::uniform_real_distribution<double> uniform(-1, 1);
-  for (int64_t rows : {0, 1, 2, 3, 5, 6, 7, 11, 12, 19})
-    for (int64_t depth : {0, 1, 2, 7, 33})
-      for (int64_t lanes : {16, 48, 64, 80})
-        for (bool transposed : {false, true})
+  for (int64_t rows : {0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 19})
+    for (int64_t depth : {0, 1, 2, 7, 16, 33, 300})
+      for (int64_t panels : {1, 3, 4, 5})
+        for (int layout : {0, 1, 2})  // of A: rows, columns, panels of 16 columns
           for (bool accumulate : {false, true}) {
-            std::vector<Real> a(rows * depth + 1), b(depth * lanes + 1), c(rows * lanes + 1);
+            const int64_t lanes = panels * kLanes, padded = (depth + kLanes - 1) / kLanes * kLanes;
+            std::vector<Real> a(rows * padded + 1), b(depth * lanes + 1), c(rows * lanes + 1);
             for (auto* x : {&a, &b, &c})
               for (Real& e : *x) e = static_cast<Real>(uniform(generator));
             const std::vector<Real> before = c;
-            const int64_t row_stride = transposed ? 1 : depth, depth_stride = transposed ? rows : 1;
-            micro_kernels<Real>().multiply(
-                {rows, depth, lanes, a.data(), row_stride, depth_stride, b.data(), lanes, c.data(), lanes, accumulate});
+            const int64_t row_stride = layout == 0 ? depth : layout == 1 ? 1 : kLanes;
+            const int64_t depth_stride = layout == 1 ? rows : 1;
+            const int64_t panel_stride = layout == 2 ? rows * kLanes : kLanes * depth_stride;
+            micro_kernels<Real>().multiply({rows, depth, panels, a.data(), row_stride, depth_stride, panel_stride,
+                                            b.data(), kLanes, depth * kLanes, c.data(), kLanes, rows * kLanes,
+                                            accumulate});
             for (int64_t r = 0; r < rows; ++r)
               for (int64_t l = 0; l < lanes; ++l) {
-                double exact = accumulate ? before[r * lanes + l] : 0;
+                const int64_t at = l / kLanes * rows * kLanes + r * kLanes + l % kLanes;
+                double exact = accumulate ? before[at] : 0;
                 for (int64_t d = 0; d < depth; ++d)
-                  exact += double(a[r * row_stride + d * depth_stride]) * b[d * lanes + l];
-                EXPECT(std::fabs(c[r * lanes + l] - exact) < tolerance);
+                  exact += double(a[r * row_stride + d / kLanes * panel_stride + d % kLanes * depth_stride]) *
+                           b[l / kLanes * depth * kLanes + d * kLanes + l % kLanes];
+                EXPECT(std::fabs(c[at] - exact) < tolerance);
               }
             EXPECT(c.back() == before.back());
           }
@@ -138,8 +196,12 @@ int main() {
     EXPECT(limit_instruction_set(static_cast<InstructionSet>(set)) == static_cast<InstructionSet>(set));
     test_exp<float>(2.5e-7, -87.3f, 88.3f);
     test_exp<double>(1e-15, -708.3, 709.4);
-    test_product<float>(1e-5);
+    test_product<float>(3e-5);
     test_product<double>(1e-13);
+    test_gradient_step<float>(3e-7);
+    test_gradient_step<double>(2e-15);
+    test_softmax_step<float>(3e-7);
+    test_softmax_step<double>(2e-15);
   }
   test_items();
   std::printf("%ld checks\n", checks);

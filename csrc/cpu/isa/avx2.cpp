@@ -4,7 +4,7 @@
 
 namespace flash::cpu::isa {
 
-const MicroKernels<float> avx2_fp32 = Vectors<float, 32, 6, 2>::kernels("avx2");
-const MicroKernels<double> avx2_fp64 = Vectors<double, 32, 6, 2>::kernels("avx2");
+const MicroKernels<float> avx2_fp32 = Vectors<float, 32, 6, 2, 256>::kernels("avx2");
+const MicroKernels<double> avx2_fp64 = Vectors<double, 32, 6, 2, 256>::kernels("avx2");
 
 }  // namespace flash::cpu::isa

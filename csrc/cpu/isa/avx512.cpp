@@ -4,7 +4,7 @@
 
 namespace flash::cpu::isa {
 
-const MicroKernels<float> avx512_fp32 = Vectors<float, 64, 6, 4>::kernels("avx512");
-const MicroKernels<double> avx512_fp64 = Vectors<double, 64, 6, 4>::kernels("avx512");
+const MicroKernels<float> avx512_fp32 = Vectors<float, 64, 6, 4, 256>::kernels("avx512");
+const MicroKernels<double> avx512_fp64 = Vectors<double, 64, 6, 4, 256>::kernels("avx512");
 
 }  // namespace flash::cpu::isa

@@ -5,7 +5,7 @@
 namespace flash::cpu::isa {
 
 // 12 accumulators, 2 vectors of B, 1 of A: 15 of 16 registers.
-const MicroKernels<float> portable_fp32 = Vectors<float, 16, 6, 2>::kernels("portable");
-const MicroKernels<double> portable_fp64 = Vectors<double, 16, 6, 2>::kernels("portable");
+const MicroKernels<float> portable_fp32 = Vectors<float, 16, 6, 2, 32>::kernels("portable");
+const MicroKernels<double> portable_fp64 = Vectors<double, 16, 6, 2, 32>::kernels("portable");
 
 }  // namespace flash::cpu::isa

@@ -37,10 +37,12 @@ struct Bits<double> {
   static constexpr double kRound = 6755399441055744.0;  // 1.5 · 2^52
 };
 
-// kRows × kVectors accumulators fill the registers: see each instruction set's choice.
-template <class Real, int kVectorBytes, int kRows, int kVectors>
+// kRows × kVectors accumulators fill the registers: see each instruction set's choice. A product sums over kSlice of its
+// depth at a time.
+template <class Real, int kVectorBytes, int kRows, int kVectors, int64_t kSlice>
 struct Vectors {
-  static constexpr int kWidth = kVectorBytes / sizeof(Real);
+  static constexpr int kWidth = kVectorBytes / sizeof(Real), kPanelVectors = kLanes / kWidth;
+  static_assert(kLanes % kWidth == 0 && kSlice % kLanes == 0);
   using Int = typename Bits<Real>::Int;
   typedef Real Vector __attribute__((vector_size(kVectorBytes)));
   typedef Int Integers __attribute__((vector_size(kVectorBytes)));
@@ -62,13 +64,21 @@ struct Vectors {
   }
   static Vector maximum(Vector a, Vector b) { return select(a > b, a, b); }
 
+  // x, within [low, high] or up to high + a little, or NaN.
+  template <bool kAbove>
+  static Vector clamp(Vector x, Real low, Real high) {
+    const Vector raised = select(x < broadcast(low), broadcast(low), x);
+    return kAbove ? select(raised > broadcast(high), broadcast(high), raised) : raised;
+  }
+
   // p · 2^n for |log p| <= ln 2 / 2 + a little, where `shifted` = n + kRound and x is what the caller exponentiates, in
-  // units in which `low` ... `high` are the ends of the normal range: 0 below it, +inf above it, NaN for NaN.
+  // units in which `low` ... `high` are the ends of the normal range: 0 below it, +inf above it, NaN for NaN. Without
+  // kAbove x is known not to lie above.
+  template <bool kAbove>
   static Vector scale_by_power_of_2(Vector p, Vector shifted, Vector x, Real low, Real high) {
     const Vector scaled = (Vector)((Words)p + ((Words)shifted << Bits<Real>::kMantissa));
-    const Vector flushed =
-        select(x < broadcast(low), Vector{}, select(x > broadcast(high), broadcast(kInfinity), scaled));
-    return select(x == x, flushed, x);
+    const Vector finite = kAbove ? select(x > broadcast(high), broadcast(kInfinity), scaled) : scaled;
+    return select(x == x, select(x < broadcast(low), Vector{}, finite), x);
   }
 
   // e^r for |r| <= ln 2 / 2 by its Taylor series, whose rest is below 1e-8 (fp32, degree 7) and 1e-17 (fp64, degree
@@ -83,83 +93,116 @@ struct Vectors {
 
   // e^x, exactly 1 at 0. x = n · ln 2 + r, with ln 2 in two parts, so that r is exact however large x is: through 2^(x
   // · log2 e) the rounding of the product would cost |x| units in the last place.
+  template <bool kAbove>
   static Vector exp(Vector x) {
-    const Vector clamped = select(x < broadcast(Bits<Real>::kLowest), broadcast(Bits<Real>::kLowest),
-                                  select(x > broadcast(Bits<Real>::kHighest), broadcast(Bits<Real>::kHighest), x));
+    const Vector clamped = clamp<kAbove>(x, Bits<Real>::kLowest, Bits<Real>::kHighest);
     const Vector shifted = clamped * broadcast(kLog2E) + broadcast(Bits<Real>::kRound);
     const Vector n = shifted - broadcast(Bits<Real>::kRound);
     const Vector r = (clamped - n * broadcast(Bits<Real>::kLn2High)) - n * broadcast(Bits<Real>::kLn2Low);
-    return scale_by_power_of_2(exp_series(r), shifted, x, Bits<Real>::kLowest, Bits<Real>::kHighest);
+    return scale_by_power_of_2<kAbove>(exp_series(r), shifted, x, Bits<Real>::kLowest, Bits<Real>::kHighest);
   }
 
   // 2^x, exact for whole numbers. For numbers of a row, not for elements.
   static Vector exp2(Vector x) {
     constexpr Real kMin = Bits<Real>::kMinExponent, kMax = Bits<Real>::kMaxExponent;
-    const Vector clamped =
-        select(x < broadcast(kMin), broadcast(kMin), select(x > broadcast(kMax), broadcast(kMax), x));
+    const Vector clamped = clamp<true>(x, kMin, kMax);
     const Vector shifted = clamped + broadcast(Bits<Real>::kRound);
     const Vector f = clamped - (shifted - broadcast(Bits<Real>::kRound));
-    return scale_by_power_of_2(exp_series(f * broadcast(Real(0.693147180559945309417232121458176568L))), shifted, x,
+    return scale_by_power_of_2<true>(exp_series(f * broadcast(Real(0.693147180559945309417232121458176568L))), shifted, x,
                                kMin, kMax);
   }
 
-  // kR rows × (kV · kWidth) lanes of C stay in registers over the whole depth.
-  template <int kR, int kV>
-  static inline __attribute__((always_inline)) void multiply_block(const Product<Real>& p, int64_t row, int64_t lane) {
-    Vector c[kR][kV] = {};
-    const Real* a = p.a + row * p.a_row_stride;
-    const Real* b = p.b + lane;
-    for (int64_t k = 0; k < p.depth; ++k, a += p.a_depth_stride, b += p.b_stride) {
-      Vector bv[kV];
-      for (int v = 0; v < kV; ++v) bv[v] = load(b + v * kWidth);
-      for (int r = 0; r < kR; ++r) {
-        const Vector av = broadcast(a[r * p.a_row_stride]);
-        for (int v = 0; v < kV; ++v) c[r][v] += av * bv[v];
-      }
-    }
-    // The sum of a tile is added to C as a whole: rounding grows with the number of tiles, not of keys.
-    Real* out = p.c + row * p.c_stride + lane;
-    for (int r = 0; r < kR; ++r)
-      for (int v = 0; v < kV; ++v) {
-        Real* at = out + r * p.c_stride + v * kWidth;
-        store(at, p.accumulate ? load(at) + c[r][v] : c[r][v]);
-      }
+  // Where vector v, counted over all panels, lies in a row of a matrix with lanes.
+  static int64_t offset(int64_t v, int64_t panel_stride) {
+    return v / kPanelVectors * panel_stride + v % kPanelVectors * kWidth;
   }
+
+  // kR rows × kV vectors of C stay in registers over the whole depth, or a slice of it.
+  template <int kR, int kV>
+  static inline __attribute__((always_inline)) void multiply_block(const Product<Real>& p, int64_t row, int64_t vector) {
+    int64_t b_offset[kV];
+    for (int v = 0; v < kV; ++v) b_offset[v] = offset(vector + v, p.b_panel_stride);
+    const Real* a = p.a + row * p.a_row_stride;
+    const Real* b = p.b;
+    int64_t k = 0;
+    do {
+      Vector c[kR][kV] = {};
+      for (const int64_t slice = smaller(p.depth, k + kSlice); k < slice; k += kLanes, a += p.a_panel_stride) {
+        const Real* column = a;
+        for (int64_t rest = smaller(slice - k, kLanes); rest > 0; --rest, column += p.a_depth_stride, b += p.b_stride) {
+          Vector bv[kV];
+          for (int v = 0; v < kV; ++v) bv[v] = load(b + b_offset[v]);
+          for (int r = 0; r < kR; ++r) {
+            const Vector av = broadcast(column[r * p.a_row_stride]);
+            for (int v = 0; v < kV; ++v) c[r][v] += av * bv[v];
+          }
+        }
+      }
+      // The sum of a slice is added to C as a whole: rounding grows with the number of slices, not with the depth.
+      const bool accumulate = p.accumulate || k > kSlice;
+      for (int v = 0; v < kV; ++v) {
+        Real* out = p.c + row * p.c_stride + offset(vector + v, p.c_panel_stride);
+        for (int r = 0; r < kR; ++r, out += p.c_stride) store(out, accumulate ? load(out) + c[r][v] : c[r][v]);
+      }
+    } while (k < p.depth);
+  }
+
+  static constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
   // kR rows, all lanes.
   template <int kR>
   static inline __attribute__((always_inline)) void multiply_rows(const Product<Real>& p, int64_t row) {
-    int64_t lane = 0;
-    for (; lane + kVectors * kWidth <= p.lanes; lane += kVectors * kWidth) multiply_block<kR, kVectors>(p, row, lane);
-    for (; lane < p.lanes; lane += kWidth) multiply_block<kR, 1>(p, row, lane);
+    const int64_t vectors = p.panels * kPanelVectors;
+    int64_t v = 0;
+    for (; v + kVectors <= vectors; v += kVectors) multiply_block<kR, kVectors>(p, row, v);
+    if constexpr (kVectors > 1)
+      for (; v < vectors; ++v) multiply_block<kR, 1>(p, row, v);
   }
 
   static void multiply(const Product<Real>& p) {
-    static_assert(kLanes % kWidth == 0, "lanes are padded to whole vectors");
+    static_assert(kRows == 6, "the switch below covers what is left of 6 rows");
     int64_t row = 0;
     for (; row + kRows <= p.rows; row += kRows) multiply_rows<kRows>(p, row);
-    for (; row + kRows / 2 <= p.rows; row += kRows / 2) multiply_rows<kRows / 2>(p, row);
-    for (; row < p.rows; ++row) multiply_rows<1>(p, row);
+    switch (p.rows - row) {
+      case 5:
+        return multiply_rows<5>(p, row);
+      case 4:
+        return multiply_rows<4>(p, row);
+      case 3:
+        return multiply_rows<3>(p, row);
+      case 2:
+        return multiply_rows<2>(p, row);
+      case 1:
+        return multiply_rows<1>(p, row);
+    }
   }
 
   static bool softmax_step(const SoftmaxStep<Real>& t) {
     Integers moved = {};
-    for (int64_t lane = 0; lane < t.lanes; lane += kWidth) {
+    for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
       Real* scores = t.scores + lane;
       const Vector before = load(t.row_max + lane);
-      Vector after = before;
-      for (int64_t j = 0; j < t.keys; ++j) after = maximum(after, load(scores + j * t.stride));
-      // A row that has seen nothing keeps -inf as its maximum and subtracts 0: exp2(-inf) = 0, not NaN.
+      // Four maxima and sums side by side: the next one need not wait for the last.
+      Vector most[4] = {before, before, before, before};
+      int64_t j = 0;
+      for (; j + 4 <= t.keys; j += 4)
+        for (int n = 0; n < 4; ++n) most[n] = maximum(most[n], load(scores + (j + n) * kLanes));
+      for (; j < t.keys; ++j) most[0] = maximum(most[0], load(scores + j * kLanes));
+      const Vector after = maximum(maximum(most[0], most[1]), maximum(most[2], most[3]));
+      // A row that has seen nothing keeps -inf as its maximum and subtracts 0: exp(-inf) = 0, not NaN.
       const Vector reference = select(after == broadcast(-kInfinity), Vector{}, after);
-      Vector sum = {};
-      for (int64_t j = 0; j < t.keys; ++j) {
-        const Vector p = exp(load(scores + j * t.stride) - reference);
-        store(scores + j * t.stride, p);
-        sum += p;
-      }
-      const Vector rescale = exp(before - reference);
+      const auto exponentiate = [&](int64_t key) {
+        const Vector p = exp<false>(load(scores + key * kLanes) - reference);
+        store(scores + key * kLanes, p);
+        return p;
+      };
+      Vector sums[2] = {};
+      for (j = 0; j + 2 <= t.keys; j += 2)
+        for (int n = 0; n < 2; ++n) sums[n] += exponentiate(j + n);
+      if (j < t.keys) sums[0] += exponentiate(j);
+      const Vector rescale = exp<false>(before - reference);
       store(t.row_max + lane, after);
-      store(t.row_sum + lane, load(t.row_sum + lane) * rescale + sum);
+      store(t.row_sum + lane, load(t.row_sum + lane) * rescale + (sums[0] + sums[1]));
       store(t.rescale + lane, rescale);
       moved |= rescale != broadcast(Real(1));
     }
@@ -168,18 +211,21 @@ struct Vectors {
     return any;
   }
 
-  static void probabilities(const Probabilities<Real>& t) {
-    for (int64_t lane = 0; lane < t.lanes; lane += kWidth) {
+  static void gradient_step(const GradientStep<Real>& t) {
+    const Vector keep_scale = broadcast(t.keep_scale);
+    for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
       const Vector reference = load(t.reference + lane), inverse_sum = exp2(-load(t.log2_sum + lane));
-      for (int64_t j = 0; j < t.keys; ++j) {
-        Real* s = t.scores + j * t.stride + lane;
-        store(s, exp(load(s) - reference) * inverse_sum);
+      const Vector delta = load(t.delta + lane);
+      for (int64_t at = lane; at < t.keys * kLanes; at += kLanes) {
+        const Vector p = exp<true>(load(t.scores + at) - reference) * inverse_sum;
+        store(t.scores + at, p);
+        store(t.gradients + at, p * (load(t.gradients + at) * keep_scale - delta));
       }
     }
   }
 
   static constexpr MicroKernels<Real> kernels(const char* name) {
-    return {name, multiply, softmax_step, probabilities};
+    return {name, multiply, softmax_step, gradient_step};
   }
 };
 

@@ -1,0 +1,127 @@
+// How the tile loop stores its operands and multiplies them; the loop is a template over such a class. Here: in the type
+// of the softmax, fp32 or fp64, to which other types are converted when they are packed.
+//
+// The products of forward and backward, all of the form of micro_kernels.h:
+//
+//   scores     S[key][lane]  = K[key][dim] · Q[dim][lane]            and dP from V and dO
+//   combine    O[dim][lane] += V^T[dim][key] · P[key][lane]          and dQ from K and dS
+//   outer     dV[key][dim]  += P[key][query] · dO[query][dim]        and dK from dS and Q
+#pragma once
+
+#include "cpu/key_tiles.h"
+#include "cpu/tile.h"
+
+namespace flash::cpu {
+
+template <class Real_>
+struct RealArithmetic {
+  using Real = Real_;
+  using Element = Real;                   // of packed operands
+  using Keys = RowsView<Real>;            // rows of K or V
+  struct ThreadState {};                  // what a thread sets up for an item
+  static constexpr int64_t kKeyStep = 1;  // a part of a tile of keys begins at a multiple of this
+  static constexpr int64_t kKeyPad = 1;   // products write whole multiples of this many keys
+  static constexpr bool kInPlace = true;  // operands can be rows where they are, and scores
+
+  static const char* name() { return micro_kernels<Real>().name; }
+
+  // 192 keys are a multiple of the micro-kernels' 6 rows. Short sequences get smaller tiles, so that a call at seqlen 16
+  // needs little memory.
+  static TileSize forward_tile(int64_t longest_q, int64_t longest_k) {
+    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 192)};
+  }
+
+  static int64_t key_elements(int64_t keys, int64_t dim) { return keys * dim; }
+  static int64_t query_elements(int64_t panels, int64_t dim) { return panels * dim * kLanes; }
+  static int64_t weight_elements(int64_t /*keys*/, int64_t /*panels*/) { return 0; }
+
+  // Rows `readable` of a tile of K or V whose row 0 is at `offset`. The same serves as K and as V^T.
+  static void pack_key_rows(DataType dtype, const Operand& x, int64_t offset, Range readable, int64_t /*keys*/,
+                            int64_t dim, Element* tile) {
+    pack_rows(dtype, x, offset + readable.begin * x.row_stride, readable.size(), dim, tile + readable.begin * dim);
+  }
+  static void pack_key_columns(DataType dtype, const Operand& x, int64_t offset, Range readable, int64_t keys,
+                               int64_t dim, Element* tile) {
+    pack_key_rows(dtype, x, offset, readable, keys, dim, tile);
+  }
+  // The packed tile from key `first` on.
+  static Keys keys(const Element* tile, int64_t first, int64_t /*keys*/, int64_t dim) {
+    return {tile + first * dim, dim};
+  }
+
+  static void pack_queries(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, double scale,
+                           int64_t panels, Element* out) {
+    pack_lanes(dtype, x, offset, rows, dim, static_cast<Real>(scale), panels, out);
+  }
+
+  static void scores(Keys k, int64_t keys, int64_t dim, const Element* q, int64_t panels, Real* s, int64_t s_panel) {
+    micro_kernels<Real>().multiply(
+        {keys, dim, panels, k.data, k.stride, 1, kLanes, q, kLanes, dim * kLanes, s, kLanes, s_panel, false});
+  }
+
+  static void combine(Keys v, int64_t keys, int64_t dim, const Element* weights, int64_t panel_elements, int64_t panels,
+                      Real* o, int64_t o_panel, bool accumulate) {
+    micro_kernels<Real>().multiply({dim, keys, panels, v.data, 1, v.stride, kLanes * v.stride, weights, kLanes,
+                                    panel_elements, o, kLanes, o_panel, accumulate});
+  }
+
+  // Scores to logits; returns what the softmax must still multiply them by: nothing, the scale is part of Q.
+  static Real adjust(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real* scores) {
+    adjust_logits<Real>(p, head, panel, scores, nullptr);
+    return 1;
+  }
+
+  static bool softmax(const SoftmaxStep<Real>& step, Real /*scale*/, Element* /*weights*/) {
+    return micro_kernels<Real>().softmax_step(step);
+  }
+
+  static void drop_weights(const uint8_t* keep, int64_t keys, Element* weights) { drop(keep, keys, weights); }
+
+  // ---- Backward ----
+
+  static void scale_scores(const AttentionParams& /*p*/, int64_t /*keys*/, Real* /*scores*/) {}
+
+  static TileSize backward_tile(int64_t longest_q, int64_t longest_k) {
+    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 96)};
+  }
+
+  // Rows of Q or dO as B of `outer`: [panel of dims][row][16], or where they are.
+  struct QueryRows {
+    const Real* data;
+    int64_t stride, panel_stride;
+  };
+  static int64_t query_row_elements(int64_t rows, int64_t dim) { return rows * round_up(dim, kLanes); }
+  static QueryRows query_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim,
+                              int64_t capacity, bool in_place, Element* copy) {
+    if (in_place && dim % kLanes == 0)
+      return {static_cast<const Real*>(x.data) + offset, x.row_stride, kLanes};
+    pack_row_panels(dtype, x, offset, rows, dim, capacity, copy);
+    return {copy, kLanes, capacity * kLanes};
+  }
+
+  // P and dS as operands: of `outer` (p, ds), of `combine` (ds_lanes).
+  struct Gradients {
+    const Element *p, *ds, *ds_lanes;
+  };
+  static int64_t gradient_elements(TileSize /*size*/) { return 0; }
+  static Gradients gradients(const Real* p, const Real* ds, Element* /*buffer*/, TileSize /*size*/) {
+    return {p, ds, ds};
+  }
+  // After the Reals of a panel are computed.
+  static void store_gradients(int64_t /*panel*/, int64_t /*keys*/, const Real* /*p*/, const Real* /*ds*/,
+                              Element* /*buffer*/, TileSize /*size*/) {}
+
+  static void outer(const Element* a, int64_t keys, int64_t rows, TileSize size, QueryRows b, int64_t dim, Real* c,
+                    int64_t c_panel) {
+    micro_kernels<Real>().multiply({keys, rows, divide_up(dim, kLanes), a, kLanes, 1, size.panel_elements(), b.data,
+                                    b.stride, b.panel_stride, c, kLanes, c_panel, true});
+  }
+};
+
+// Calls use(arithmetic) with the class that serves the call.
+template <class Use>
+auto with_arithmetic(const AttentionParams& p, const Use& use) {
+  return p.dtype == DataType::kFloat64 ? use(RealArithmetic<double>()) : use(RealArithmetic<float>());
+}
+
+}  // namespace flash::cpu
