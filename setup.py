@@ -59,6 +59,22 @@ ISA_UNITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("x86_64",),
         ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
     ),
+    "amx": (  # fmt: skip
+        ("x86_64",),
+        # GCC 12 warns of what its own intrinsics leave undefined on purpose.
+        (
+            "-mavx512f",
+            "-mavx512dq",
+            "-mavx512bw",
+            "-mavx512vl",
+            "-mavx512bf16",
+            "-mfma",
+            "-mamx-tile",
+            "-mamx-bf16",
+            "-Wno-uninitialized",
+            "-Wno-maybe-uninitialized",
+        ),
+    ),
 }
 
 # Architecture of the table → the one -gencode of its units. 90a, not 90: wgmma and setmaxnreg exist there alone.

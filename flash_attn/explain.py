@@ -116,7 +116,7 @@ def explain(
     heads, heads_k, dim, dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     if chosen == "cpu":
         numbers, letters = torch.ops.flash_attn.cpu_plan(
-            q.dtype == torch.float64,
+            (torch.float64, torch.float32, torch.float16, torch.bfloat16).index(q.dtype),
             batch,
             heads,
             heads_k,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import torch
 
 from flash_attn import explain
 
-NAMES = ("portable", "avx2", "avx512")
+NAMES = ("portable", "avx2", "avx512", "amx")
 
 
 @pytest.fixture(params=range(len(NAMES)), ids=NAMES)
@@ -25,7 +26,7 @@ def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_explain_names_it(instruction_set: str) -> None:
-    x = torch.empty(1, 4, 1, 8)
+    x = torch.empty(1, 4, 1, 8, dtype=torch.bfloat16)
     assert explain(x, x, x).kernel == f"{instruction_set} micro-kernels"
 
 
@@ -33,3 +34,10 @@ def test_explain_names_it(instruction_set: str) -> None:
 def test_sample_of_options(instruction_set: str, seed: int) -> None:
     case = cases.random_case(random.Random(1000 + seed))
     cases.check(case, "cpu", "auto")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sample_in_bf16(instruction_set: str, seed: int) -> None:
+    """Bf16 has instructions of its own."""
+    case = cases.random_case(random.Random(2000 + seed))
+    cases.check(dataclasses.replace(case, dtype=torch.bfloat16), "cpu", "auto")

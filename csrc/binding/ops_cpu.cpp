@@ -66,11 +66,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   return {call.dq, call.dk, call.dv, call.dbias, call.dsink};
 }
 
-std::tuple<Tensor, Tensor> cpu_plan(bool is_fp64, int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
+std::tuple<Tensor, Tensor> cpu_plan(int64_t dtype, int64_t batch, int64_t heads, int64_t heads_k, int64_t seqlen_q,
                                     int64_t seqlen_k, int64_t dim, int64_t dim_v, bool dropout, bool softcap) {
   static constexpr int64_t kSomeSeed[2] = {};
   AttentionParams shape;
-  shape.dtype = is_fp64 ? DataType::kFloat64 : DataType::kFloat32;
+  FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
+  shape.dtype = static_cast<DataType>(dtype);
   shape.batch = batch;
   shape.heads = heads;
   shape.heads_k = heads_k;

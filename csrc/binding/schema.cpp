@@ -21,11 +21,11 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
       "Tensor? bias, Tensor? sink, bool wants_dq, bool wants_dk, bool wants_dv, bool wants_dbias, bool "
       "wants_dsink, " FLASH_ATTN_OPTIONS ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)");
   // What a call of this shape would use on the CPU: numbers (tile rows, tile keys, threads, bytes of workspace forward,
-  // backward), and the letters of the instruction set's name.
+  // backward), and the letters of the instruction set's name. dtype: 0 fp64, 1 fp32, 2 fp16, 3 bf16.
   m.def(
-      "cpu_plan(bool is_fp64, int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int dim, int dim_v, "
+      "cpu_plan(int dtype, int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int dim, int dim_v, "
       "bool dropout, bool softcap) -> (Tensor numbers, Tensor instruction_set)");
-  // For tests: allow no instruction set beyond this one (0 portable, 1 AVX2, 2 AVX-512); returns the one that is used
+  // For tests: allow no instruction set beyond this one (0 portable, 1 AVX2, 2 AVX-512, 3 AMX); returns the one that is used
   // then.
   m.def("cpu_limit_instruction_set(int most) -> int");
 }

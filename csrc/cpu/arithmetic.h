@@ -1,5 +1,5 @@
 // How the tile loop stores its operands and multiplies them; the loop is a template over such a class. Here: in the type
-// of the softmax, fp32 or fp64, to which other types are converted when they are packed.
+// of the softmax, fp32 or fp64, to which other types are converted when they are packed. (bf16_arithmetic.h: in bf16.)
 //
 // The products of forward and backward, all of the form of micro_kernels.h:
 //
@@ -45,8 +45,11 @@ struct RealArithmetic {
     pack_key_rows(dtype, x, offset, readable, keys, dim, tile);
   }
   // The packed tile from key `first` on.
-  static Keys keys(const Element* tile, int64_t first, int64_t /*keys*/, int64_t dim) {
+  static Keys key_rows(const Element* tile, int64_t first, int64_t /*keys*/, int64_t dim) {
     return {tile + first * dim, dim};
+  }
+  static Keys key_columns(const Element* tile, int64_t first, int64_t keys, int64_t dim) {
+    return key_rows(tile, first, keys, dim);
   }
 
   static void pack_queries(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, double scale,
@@ -54,15 +57,16 @@ struct RealArithmetic {
     pack_lanes(dtype, x, offset, rows, dim, static_cast<Real>(scale), panels, out);
   }
 
-  static void scores(Keys k, int64_t keys, int64_t dim, const Element* q, int64_t panels, Real* s, int64_t s_panel) {
+  static void scores(Keys k, TileSize /*size*/, int64_t keys, int64_t dim, const Element* q, int64_t panels, Real* s,
+                     int64_t s_panel) {
     micro_kernels<Real>().multiply(
         {keys, dim, panels, k.data, k.stride, 1, kLanes, q, kLanes, dim * kLanes, s, kLanes, s_panel, false});
   }
 
-  static void combine(Keys v, int64_t keys, int64_t dim, const Element* weights, int64_t panel_elements, int64_t panels,
-                      Real* o, int64_t o_panel, bool accumulate) {
+  static void combine(Keys v, TileSize size, int64_t keys, int64_t dim, const Element* weights, int64_t panels, Real* o,
+                      int64_t o_panel, bool accumulate) {
     micro_kernels<Real>().multiply({dim, keys, panels, v.data, 1, v.stride, kLanes * v.stride, weights, kLanes,
-                                    panel_elements, o, kLanes, o_panel, accumulate});
+                                    size.panel_elements(), o, kLanes, o_panel, accumulate});
   }
 
   // Scores to logits; returns what the softmax must still multiply them by: nothing, the scale is part of Q.
@@ -75,11 +79,26 @@ struct RealArithmetic {
     return micro_kernels<Real>().softmax_step(step);
   }
 
+  // Weights of keys that no row of the panel sees.
+  static void clear_weights(Element* weights, int64_t keys, int64_t end) {
+    std::fill(weights + keys * kLanes, weights + end * kLanes, Real(0));
+  }
+
   static void drop_weights(const uint8_t* keep, int64_t keys, Element* weights) { drop(keep, keys, weights); }
+
+  // Rows of a tensor = factor[lane] · x[d][lane], of one panel. A factor of 0 gives 0 whatever x holds.
+  static void store_lanes(DataType dtype, const Operand& to, int64_t offset, int64_t rows, int64_t dim,
+                          const Real* factor, Real* x) {
+    scale_lanes(x, dim, factor);
+    unpack_lanes(dtype, to, offset, rows, dim, x);
+  }
 
   // ---- Backward ----
 
-  static void scale_scores(const AttentionParams& /*p*/, int64_t /*keys*/, Real* /*scores*/) {}
+  static void store_rows(DataType dtype, const Operand& to, int64_t offset, int64_t rows, int64_t dim, Real factor,
+                         const Real* x, int64_t panel_stride) {
+    unpack_row_panels(dtype, to, offset, rows, dim, factor, x, panel_stride);
+  }
 
   static TileSize backward_tile(int64_t longest_q, int64_t longest_k) {
     return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 96)};
@@ -93,8 +112,7 @@ struct RealArithmetic {
   static int64_t query_row_elements(int64_t rows, int64_t dim) { return rows * round_up(dim, kLanes); }
   static QueryRows query_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim,
                               int64_t capacity, bool in_place, Element* copy) {
-    if (in_place && dim % kLanes == 0)
-      return {static_cast<const Real*>(x.data) + offset, x.row_stride, kLanes};
+    if (in_place && dim % kLanes == 0) return {static_cast<const Real*>(x.data) + offset, x.row_stride, kLanes};
     pack_row_panels(dtype, x, offset, rows, dim, capacity, copy);
     return {copy, kLanes, capacity * kLanes};
   }
@@ -104,12 +122,18 @@ struct RealArithmetic {
     const Element *p, *ds, *ds_lanes;
   };
   static int64_t gradient_elements(TileSize /*size*/) { return 0; }
-  static Gradients gradients(const Real* p, const Real* ds, Element* /*buffer*/, TileSize /*size*/) {
+  static Gradients gradients(const Real* p, const Real* ds, Element* /*operands*/, TileSize /*size*/) {
     return {p, ds, ds};
   }
-  // After the Reals of a panel are computed.
+  // What the scores of backward must still be multiplied by.
+  static Real scale_scores(const AttentionParams& /*p*/, int64_t /*keys*/, Real* /*scores*/) { return 1; }
+  static void gradient_step(const GradientStep<Real>& step, Real /*scale*/, int64_t /*panel*/, Element* /*operands*/,
+                            TileSize /*size*/) {
+    micro_kernels<Real>().gradient_step(step);
+  }
+  // After P and dS of a panel were changed, or for a panel without rows (null).
   static void store_gradients(int64_t /*panel*/, int64_t /*keys*/, const Real* /*p*/, const Real* /*ds*/,
-                              Element* /*buffer*/, TileSize /*size*/) {}
+                              Element* /*operands*/, TileSize /*size*/) {}
 
   static void outer(const Element* a, int64_t keys, int64_t rows, TileSize size, QueryRows b, int64_t dim, Real* c,
                     int64_t c_panel) {
@@ -117,11 +141,5 @@ struct RealArithmetic {
                                     b.stride, b.panel_stride, c, kLanes, c_panel, true});
   }
 };
-
-// Calls use(arithmetic) with the class that serves the call.
-template <class Use>
-auto with_arithmetic(const AttentionParams& p, const Use& use) {
-  return p.dtype == DataType::kFloat64 ? use(RealArithmetic<double>()) : use(RealArithmetic<float>());
-}
 
 }  // namespace flash::cpu

@@ -7,6 +7,7 @@
 // query tiles are taken kPhaseTiles at a time (a phase), so there are at most kPhaseTiles slots per chunk.
 #include "cpu/attention.h"
 #include "cpu/backward_passes.h"
+#include "cpu/bf16_arithmetic.h"
 #include "cpu/gradient_tile.h"
 
 namespace flash::cpu {
@@ -193,23 +194,14 @@ class MainPass {
       const Range in_tile = intersect({first, first + size_.keys}, seen);
       if (in_tile.empty()) continue;
       const Range readable{in_tile.begin - first, in_tile.end - first};
-      const int64_t k_offset = p_.k.offset(k.batch, unit.head_k, row), v_offset = p_.v.offset(k.batch, unit.head_k, row);
+      const int64_t k_offset = p_.k.offset(k.batch, unit.head_k, row),
+                    v_offset = p_.v.offset(k.batch, unit.head_k, row);
       Arithmetic::pack_key_rows(p_.dtype, p_.k, k_offset, readable, size_.keys, p_.dim, buffers.k_rows + n * k_tile_);
       if (!Arithmetic::kInPlace && wants_dq())
         Arithmetic::pack_key_columns(p_.dtype, p_.k, k_offset, readable, size_.keys, p_.dim,
                                      buffers.k_columns + n * k_tile_);
       Arithmetic::pack_key_rows(p_.dtype, p_.v, v_offset, readable, size_.keys, p_.dim_v, buffers.v_rows + n * v_tile_);
     }
-  }
-
-  // Keys of one tile, which begins at `first`: where they are, or in the packed tile.
-  Keys keys_of(const Operand& x, const HeadContext<Real>& head, Range keys, int64_t first, const Element* tile,
-               int64_t dim) const {
-    if constexpr (Arithmetic::kInPlace) {
-      const Rows& k = head.sequence.k;
-      if (in_place_) return rows_in_place<Real>(x, x.offset(k.batch, head.head / p_.group(), k.first() + keys.begin));
-    }
-    return Arithmetic::keys(tile, keys.begin - first, size_.keys, dim);
   }
 
   void run_tile(const HeadContext<Real>& head, Range rows, Range chunk, Range seen, const WorkerBuffers& buffers,
@@ -226,8 +218,16 @@ class MainPass {
       if (in_tile.empty()) continue;
       const int64_t step = (in_tile.begin - first_key) / Arithmetic::kKeyStep * Arithmetic::kKeyStep;
       const Range keys{first_key + step, in_tile.end};
-      const Keys k = keys_of(p_.k, head, keys, first_key, buffers.k_rows + n * k_tile_, p_.dim);
-      const Keys v = keys_of(p_.v, head, keys, first_key, buffers.v_rows + n * v_tile_, p_.dim_v);
+      const auto keys_of = [&](const Operand& x, auto view, const Element* tile, int64_t dim) {
+        if constexpr (Arithmetic::kInPlace) {
+          const Rows& rows_k = head.sequence.k;
+          const int64_t row = rows_k.first() + keys.begin;
+          if (in_place_) return rows_in_place<Real>(x, x.offset(rows_k.batch, head.head / p_.group(), row));
+        }
+        return view(tile, keys.begin - first_key, size_.keys, dim);
+      };
+      const Keys k = keys_of(p_.k, Arithmetic::key_rows, buffers.k_rows + n * k_tile_, p_.dim);
+      const Keys v = keys_of(p_.v, Arithmetic::key_rows, buffers.v_rows + n * v_tile_, p_.dim_v);
       tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k, v);
       const auto gradients = tile.gradients();
       const int64_t at = (keys.begin - chunk.begin) * kLanes;
@@ -237,8 +237,8 @@ class MainPass {
       if (wants_dk())
         Arithmetic::outer(gradients.ds, keys.size(), rows.size(), size_, q_rows, p_.dim, dk + at, accumulator_panel);
       if (wants_dq()) {
-        const Keys columns = keys_of(p_.k, head, keys, first_key, buffers.k_columns + n * k_tile_, p_.dim);
-        Arithmetic::combine(columns, keys.size(), p_.dim, gradients.ds_lanes, size_.panel_elements(), panels, slot,
+        const Keys columns = keys_of(p_.k, Arithmetic::key_columns, buffers.k_columns + n * k_tile_, p_.dim);
+        Arithmetic::combine(columns, size_, keys.size(), p_.dim, gradients.ds_lanes, panels, slot,
                             round_up(p_.dim, kLanes) * kLanes, !first);
       }
       first = false;
@@ -249,11 +249,12 @@ class MainPass {
                   Real factor) const {
     if (x.data == nullptr) return;
     const Rows& k = unit.sequence->k;
-    unpack_row_panels(p_.dtype, x, x.offset(k.batch, unit.head_k, k.first() + keys.begin), keys.size(), dim, factor,
-                      panels, padded(keys.size()) * kLanes);
+    Arithmetic::store_rows(p_.dtype, x, x.offset(k.batch, unit.head_k, k.first() + keys.begin), keys.size(), dim,
+                           factor, panels, padded(keys.size()) * kLanes);
   }
 
-  void sum_slots(int worker, const KeyHead& unit, int64_t t, const Workspace<Real>& slots, const uint8_t* written) const {
+  void sum_slots(int worker, const KeyHead& unit, int64_t t, const Workspace<Real>& slots,
+                 const uint8_t* written) const {
     if (t >= unit.tiles) return;
     const WorkerBuffers buffers(workspace_.piece(worker), *this);
     const int64_t panel_reals = round_up(p_.dim, kLanes) * kLanes, reals = slot_reals();
@@ -275,11 +276,11 @@ class MainPass {
     const Range rows = rows_of_tile(unit, t);
     const Rows& q = unit.sequence->q;
     const int64_t head = unit.head_k * p_.group() + t / unit.query_blocks;
-    const Real scale = static_cast<Real>(p_.score.scale);
+    Real scale[kLanes];
+    std::fill(scale, scale + kLanes, static_cast<Real>(p_.score.scale));
     for (int64_t first = 0; first < rows.size(); first += kLanes, sum += panel_reals) {
-      for (int64_t x = 0; x < p_.dim * kLanes; ++x) sum[x] *= scale;
-      unpack_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin + first),
-                   std::min(kLanes, rows.size() - first), p_.dim, sum);
+      Arithmetic::store_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin + first),
+                              std::min(kLanes, rows.size() - first), p_.dim, scale, sum);
     }
   }
 
@@ -293,8 +294,8 @@ class MainPass {
   const ThreadPool pool_;
   const TileSize size_;
   const bool in_place_;
-  const int64_t chunk_keys_;   // keys of a chunk, a multiple of the tile
-  const int64_t packed_tiles_;  // of a chunk
+  const int64_t chunk_keys_;       // keys of a chunk, a multiple of the tile
+  const int64_t packed_tiles_;     // of a chunk
   const int64_t k_tile_, v_tile_;  // elements of a packed tile
   const int64_t dim_lanes_, dim_v_lanes_;
   const Workspace<Real> workspace_;

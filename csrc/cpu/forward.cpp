@@ -2,9 +2,9 @@
 // head; it walks the key tiles that its rows see, keeps the running maximum m and sum ℓ and the unnormalised output
 // O^T, and normalises once. K and V of a head are packed before that, once for all its query blocks; heads are taken in
 // waves, so that only some of them are packed at a time.
-#include "cpu/arithmetic.h"
 #include "cpu/attention.h"
 #include "cpu/backward_passes.h"
+#include "cpu/bf16_arithmetic.h"
 #include "cpu/key_tiles.h"
 
 namespace flash::cpu {
@@ -17,6 +17,7 @@ template <class Arithmetic>
 class ForwardPass {
   using Real = typename Arithmetic::Real;
   using Element = typename Arithmetic::Element;
+  using Keys = typename Arithmetic::Keys;
 
  public:
   ForwardPass(const FwdParams& p, const ThreadPool& given)
@@ -35,7 +36,8 @@ class ForwardPass {
       const Workspace<Element> packed(1, in_place_ ? 0 : tiles_ * (k_tile_ + v_tile_));
       packed_ = packed.piece(0);
       if (!in_place_) pool_.for_each(tiles_, [&](int, int64_t tile) { pack(tile); });
-      pool_.for_each(items_, [&](int worker, int64_t item) { run_item(item, Buffers(workspace.piece(worker), *this)); });
+      pool_.for_each(items_,
+                     [&](int worker, int64_t item) { run_item(item, Buffers(workspace.piece(worker), *this)); });
     }
   }
 
@@ -133,36 +135,41 @@ class ForwardPass {
       const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
       const Range keys{in_tile.begin / Arithmetic::kKeyStep * Arithmetic::kKeyStep, in_tile.end};
       const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
-      const typename Arithmetic::Keys k = tile_of(unit, n, keys, p_.k, p_.dim, 0);
-      const typename Arithmetic::Keys v = tile_of(unit, n, keys, p_.v, p_.dim_v, k_tile_);
+      const Keys k = keys_of(unit, p_.k, keys, Arithmetic::key_rows, n, 0, p_.dim);
+      const Keys v = keys_of(unit, p_.v, keys, Arithmetic::key_columns, n, k_tile_, p_.dim_v);
       const bool is_first = n == seen.begin / size_.keys;
-      Arithmetic::scores(k, keys.size(), p_.dim, buffers.q_lanes, panels, buffers.scores, size_.panel_elements());
+      Arithmetic::scores(k, size_, keys.size(), p_.dim, buffers.q_lanes, panels, buffers.scores,
+                         size_.panel_elements());
       for (int64_t panel = 0; panel < panels; ++panel) softmax(head, tile.panel(panel), panel, is_first, buffers);
-      Arithmetic::combine(v, keys.size(), p_.dim_v, weights(buffers), size_.panel_elements(), panels, buffers.out_lanes,
-                          out_panel, !is_first);
+      Arithmetic::combine(v, size_, keys.size(), p_.dim_v, weights(buffers), panels, buffers.out_lanes, out_panel,
+                          !is_first);
     }
   }
 
-  typename Arithmetic::Keys tile_of(const Unit& unit, int64_t n, Range keys, const Operand& x, int64_t dim,
-                                    int64_t offset_in_tile) const {
+  // Keys of tile n, or values behind them (`offset`): where they are, or packed.
+  Keys keys_of(const Unit& unit, const Operand& x, Range keys, Keys (*view)(const Element*, int64_t, int64_t, int64_t),
+               int64_t n, int64_t offset, int64_t dim) const {
     if constexpr (Arithmetic::kInPlace) {
       const Rows& k = unit.sequence->k;
       if (in_place_) return rows_in_place<Real>(x, x.offset(k.batch, unit.head_k, k.first() + keys.begin));
     }
-    const Element* tile = packed_ + (unit.first_tile + n) * (k_tile_ + v_tile_) + offset_in_tile;
-    return Arithmetic::keys(tile, keys.begin - n * size_.keys, size_.keys, dim);
+    const Element* tile = packed_ + (unit.first_tile + n) * (k_tile_ + v_tile_) + offset;
+    return view(tile, keys.begin - n * size_.keys, size_.keys, dim);
   }
 
   // Scores of one panel to weights; what O^T holds so far is rescaled to the new maximum.
-  void softmax(const HeadContext<Real>& head, const TilePlace& panel, int64_t index, bool is_first,
+  void softmax(const HeadContext<Real>& head, TilePlace panel, int64_t index, bool is_first,
                const Buffers& buffers) const {
+    // Keys behind the last one that the panel's rows see are left out: under a causal mask that is half of a tile.
+    const int64_t tile_keys = panel.keys, end = head.visibility.keys_of_any(panel.row_range()).end;
+    panel.keys = std::clamp<int64_t>(end - panel.first_key, 0, tile_keys);
     Real* scores = buffers.scores + index * size_.panel_elements();
     Real* rescale = buffers.rescale + index * kLanes;
     const Real scale = Arithmetic::adjust(p_, head, panel, scores);
-    const bool moved =
-        Arithmetic::softmax({panel.keys, scores, buffers.row_max + index * kLanes, buffers.row_sum + index * kLanes,
-                             rescale},
-                            scale, weights(buffers) + index * size_.panel_elements());
+    const bool moved = Arithmetic::softmax(
+        {panel.keys, scores, buffers.row_max + index * kLanes, buffers.row_sum + index * kLanes, rescale}, scale,
+        weights(buffers) + index * size_.panel_elements());
+    Arithmetic::clear_weights(weights(buffers) + index * size_.panel_elements(), panel.keys, tile_keys);
     if (moved && !is_first) {
       Real* out = buffers.out_lanes + index * round_up(p_.dim_v, kLanes) * kLanes;
       for (int64_t d = 0; d < p_.dim_v; ++d, out += kLanes)
@@ -207,9 +214,8 @@ class ForwardPass {
     }
     Real* out = buffers.out_lanes;
     for (int64_t first = 0; first < rows.size(); first += kLanes, out += round_up(p_.dim_v, kLanes) * kLanes) {
-      scale_lanes(out, p_.dim_v, factor + first);
-      unpack_lanes(p_.dtype, p_.out, p_.out.offset(q.batch, head.head, q.first() + rows.begin + first),
-                   std::min(kLanes, rows.size() - first), p_.dim_v, out);
+      Arithmetic::store_lanes(p_.dtype, p_.out, p_.out.offset(q.batch, head.head, q.first() + rows.begin + first),
+                              std::min(kLanes, rows.size() - first), p_.dim_v, factor + first, out);
     }
   }
 

@@ -75,9 +75,11 @@ struct GradientTile {
 
   void compute(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& tile, Keys k, Keys v) const {
     const int64_t panels = divide_up(tile.rows, kLanes);
-    Arithmetic::scores(k, tile.keys, p.dim, q_lanes, panels, scores, size.panel_elements());
-    Arithmetic::scores(v, tile.keys, p.dim_v, dout_lanes, panels, dlogits, size.panel_elements());
+    Arithmetic::scores(k, size, tile.keys, p.dim, q_lanes, panels, scores, size.panel_elements());
+    Arithmetic::scores(v, size, tile.keys, p.dim_v, dout_lanes, panels, dlogits, size.panel_elements());
     for (int64_t panel = 0; panel < panels; ++panel) compute_panel(p, head, tile.panel(panel), panel);
+    if (panels % 2 != 0 && panels < size.panels())  // blocks of bf16 depth hold two panels
+      Arithmetic::store_gradients(panels, tile.keys, nullptr, nullptr, operands, size);
   }
 
   typename Arithmetic::Gradients gradients() const {
@@ -89,15 +91,20 @@ struct GradientTile {
     const int64_t at = index * size.panel_elements(), elements = panel.keys * kLanes;
     Real *s = scores + at, *ds = dlogits + at;
     const bool capped = derivative != nullptr;
-    Arithmetic::scale_scores(p, panel.keys, s);
+    const Real scale = Arithmetic::scale_scores(p, panel.keys, s);
     adjust_logits(p, head, panel, s, capped ? derivative + at : nullptr);
     if (p.dropout.given()) {
       dropout_panel(p.dropout, head.dropout, panel, keep);
       drop(keep, panel.keys, ds);
     }
     const int64_t lane = index * kLanes;
-    micro_kernels<Real>().gradient_step({panel.keys, s, ds, reference + lane, log2_sum + lane, delta + lane,
-                                         static_cast<Real>(p.dropout.keep_scale)});
+    const GradientStep<Real> step{
+        panel.keys, s, ds, reference + lane, log2_sum + lane, delta + lane, static_cast<Real>(p.dropout.keep_scale)};
+    if (!p.dropout.given() && !capped) {
+      Arithmetic::gradient_step(step, scale, index, operands, size);
+      return;
+    }
+    micro_kernels<Real>().gradient_step(step);
     if (p.dropout.given()) drop(keep, panel.keys, s);
     if (capped) {
       Real* x = derivative + at;

@@ -20,8 +20,8 @@ struct TileSize {
 struct Unit {
   const Sequence* sequence;
   int64_t head_k;
-  int64_t blocks;                   // of queries, per query head
-  int64_t first_tile, first_item;   // in the wave
+  int64_t blocks;                  // of queries, per query head
+  int64_t first_tile, first_item;  // in the wave
 
   int64_t tiles(TileSize size) const { return divide_up(sequence->k.length, size.keys); }
 };

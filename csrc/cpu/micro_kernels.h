@@ -59,6 +59,64 @@ struct MicroKernels {
   void (*gradient_step)(const GradientStep<Real>&);
 };
 
+// ---- bf16 operands with fp32 sums --------------------------------------------------------------------------------------
+
+using Bf16 = uint16_t;
+
+inline constexpr int64_t kBlock =
+    512;  // elements of a block: 16 rows × 32 of depth, or 16 pairs of depth × 16 lanes × 2
+
+// C (+)= A · B in blocks. C as in Product, with whole blocks of rows.
+//   A: [block of 16 rows][block of depth][16][32];  B: [panel][block of depth][16 pairs][16 lanes][2]
+struct Bf16Product {
+  int64_t row_blocks, depth_blocks, panels;
+  const Bf16* a;
+  int64_t a_row_stride;  // between blocks of rows
+  const Bf16* b;
+  int64_t b_panel_stride;
+  float* c;
+  int64_t c_panel_stride;
+  bool accumulate;
+};
+
+// Rows to be packed; those outside [first, end) are not read and count as zero.
+struct Bf16Rows {
+  const Bf16* data;
+  int64_t stride, rows, first, end, dim;
+};
+
+// Where a panel's P and dS go: as A, row = key, depth = query (`row_stride` between blocks of keys), and dS as B.
+struct Bf16Gradients {
+  Bf16 *p_rows, *ds_rows;
+  int64_t row_stride;
+  Bf16* ds_pairs;
+};
+
+struct Bf16Kernels {
+  const char* name;
+  void (*begin)();  // before and after a thread's work
+  void (*end)();
+  void (*multiply)(const Bf16Product&);
+  // A of X and of X^T, B of X^T and of X, for rows X.
+  void (*pack_a_rows)(const Bf16Rows&, Bf16*);
+  void (*pack_a_columns)(const Bf16Rows&, Bf16*);
+  void (*pack_b_columns)(const Bf16Rows&, Bf16*);
+  void (*pack_b_rows)(const Bf16Rows&, Bf16*);
+  // Rows of a tensor: row `lane` = factor[lane] · x[d][lane], of one panel; row r = factor · x[panel of dims][r][16]. A
+  // factor of 0 gives 0 whatever x holds.
+  void (*unpack_lanes)(const float* x, const float* factor, int64_t rows, int64_t dim, Bf16* out, int64_t stride);
+  void (*unpack_rows)(const float* x, int64_t panel_stride, float factor, int64_t rows, int64_t dim, Bf16* out,
+                      int64_t stride);
+  // softmax_step of scale · scores, which stay; the weights become B.
+  bool (*softmax_step)(const SoftmaxStep<float>&, float scale, Bf16* weights);
+  // gradient_step of scale · scores, which stay, as dP does.
+  void (*gradient_step)(const GradientStep<float>&, float scale, const Bf16Gradients&);
+  // Only the conversion; null for zeros.
+  void (*store_gradients)(int64_t keys, const float* p, const float* ds, const Bf16Gradients&);
+};
+
+// ---- The choice --------------------------------------------------------------------------------------------------------
+
 // In ascending order; each includes those below.
 enum class InstructionSet : int { kPortable, kAvx2, kAvx512, kAmx };
 
@@ -71,5 +129,8 @@ InstructionSet limit_instruction_set(InstructionSet most);
 // The micro-kernels of the best set that is allowed.
 template <class Real>
 const MicroKernels<Real>& micro_kernels();
+
+// Those for bf16, or null where that is converted to fp32.
+const Bf16Kernels* bf16_kernels();
 
 }  // namespace flash::cpu

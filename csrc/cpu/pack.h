@@ -120,8 +120,7 @@ void pack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, 
       lanes_from_rows(some_lanes, dim, factor, convert, out);
     }
     if (some_lanes < kLanes)
-      for (int64_t d = 0; d < dim; ++d)
-        std::fill(out + d * kLanes + some_lanes, out + (d + 1) * kLanes, Real(0));
+      for (int64_t d = 0; d < dim; ++d) std::fill(out + d * kLanes + some_lanes, out + (d + 1) * kLanes, Real(0));
   }
 }
 
@@ -152,8 +151,7 @@ void unpack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t
     const int64_t some = std::min(kLanes, dim - first);
     for (int64_t r = 0; r < rows; ++r)
       with_storer<Real>(dtype, x.data, offset + r * x.row_stride + first, [&](auto store) {
-        for (int64_t lane = 0; lane < some; ++lane)
-          store(lane, factor == 0 ? Real(0) : factor * in[r * kLanes + lane]);
+        for (int64_t lane = 0; lane < some; ++lane) store(lane, factor == 0 ? Real(0) : factor * in[r * kLanes + lane]);
       });
   }
 }

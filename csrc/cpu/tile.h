@@ -79,9 +79,8 @@ void for_each_key(const TilePlace& panel, const Convert& convert, const Use& use
 
 template <class Real>
 void add_bias(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real* scores) {
-  const int64_t origin =
-      p.bias.offset(head.sequence.index, head.head, head.sequence.q.leftpad + panel.first_row,
-                    head.sequence.k.leftpad + panel.first_key);
+  const int64_t origin = p.bias.offset(head.sequence.index, head.head, head.sequence.q.leftpad + panel.first_row,
+                                       head.sequence.k.leftpad + panel.first_key);
   const auto convert = [&](int64_t row, int64_t first, int64_t count, Real* to) {
     const int64_t stride = p.bias.column_stride, offset = origin + row * p.bias.row_stride + first * stride;
     with_loader<Real>(p.bias.dtype, p.bias.data, offset, [&](auto load) {
@@ -118,20 +117,28 @@ void apply_mask(const AttentionParams& p, const HeadContext<Real>& head, const T
   });
 }
 
-// s = -inf where causal, window or lengths hide the key.
+// s = -inf where causal, window or lengths hide the key. Keys that every lane sees are not looked at.
 template <class Real>
 void hide_keys(const Visibility& visibility, const TilePlace& panel, Real* scores) {
-  const Range seen_by_all = visibility.keys_of_all(panel.row_range());
-  if (panel.first_key >= seen_by_all.begin && panel.first_key + panel.keys <= seen_by_all.end) return;
+  const Range all = intersect(visibility.keys_of_all(panel.row_range()), panel.key_range());
+  const int64_t all_begin = all.empty() ? panel.keys : all.begin - panel.first_key;
+  const int64_t all_end = all.empty() ? panel.keys : all.end - panel.first_key;
+  if (all_begin == 0 && all_end == panel.keys) return;
   int32_t begin[kLanes] = {}, end[kLanes] = {};  // of the keys that a lane sees, counted from the panel's first
   for (int64_t lane = 0; lane < panel.rows; ++lane) {
     const Range keys = intersect(visibility.keys(panel.first_row + lane), panel.key_range());
     begin[lane] = static_cast<int32_t>(keys.begin - panel.first_key);
     end[lane] = static_cast<int32_t>(std::max(keys.begin, keys.end) - panel.first_key);
   }
-  for (int32_t j = 0; j < panel.keys; ++j, scores += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane)
-      scores[lane] = begin[lane] <= j && j < end[lane] ? scores[lane] : -Real(INFINITY);
+  const auto hide = [&](int64_t first, int64_t last) {
+    for (auto j = static_cast<int32_t>(first); j < last; ++j) {
+      Real* s = scores + j * kLanes;
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        s[lane] = begin[lane] <= j && j < end[lane] ? s[lane] : -Real(INFINITY);
+    }
+  };
+  hide(0, all_begin);
+  hide(all_end, panel.keys);
 }
 
 // Whether adjust_logits does more than hide keys.
@@ -171,8 +178,7 @@ inline void dropout_panel(const Dropout& dropout, const DropoutStream& stream, c
           for (int key_slot = 0; key_slot < 4; ++key_slot) {
             const int64_t q = q1 + 8 * query_slot, k = k1 + 8 * key_slot;
             if (!rows.contains(q) || !keys.contains(k)) continue;
-            keep[(k - keys.begin) * kLanes + (q - rows.begin)] =
-                draws.draw(query_slot, key_slot) >= dropout.threshold;
+            keep[(k - keys.begin) * kLanes + (q - rows.begin)] = draws.draw(query_slot, key_slot) >= dropout.threshold;
           }
       }
 }

@@ -108,8 +108,8 @@ struct Vectors {
     const Vector clamped = clamp<true>(x, kMin, kMax);
     const Vector shifted = clamped + broadcast(Bits<Real>::kRound);
     const Vector f = clamped - (shifted - broadcast(Bits<Real>::kRound));
-    return scale_by_power_of_2<true>(exp_series(f * broadcast(Real(0.693147180559945309417232121458176568L))), shifted, x,
-                               kMin, kMax);
+    return scale_by_power_of_2<true>(exp_series(f * broadcast(Real(0.693147180559945309417232121458176568L))), shifted,
+                                     x, kMin, kMax);
   }
 
   // Where vector v, counted over all panels, lies in a row of a matrix with lanes.
@@ -119,7 +119,8 @@ struct Vectors {
 
   // kR rows × kV vectors of C stay in registers over the whole depth, or a slice of it.
   template <int kR, int kV>
-  static inline __attribute__((always_inline)) void multiply_block(const Product<Real>& p, int64_t row, int64_t vector) {
+  static inline __attribute__((always_inline)) void multiply_block(const Product<Real>& p, int64_t row,
+                                                                   int64_t vector) {
     int64_t b_offset[kV];
     for (int v = 0; v < kV; ++v) b_offset[v] = offset(vector + v, p.b_panel_stride);
     const Real* a = p.a + row * p.a_row_stride;
@@ -149,32 +150,32 @@ struct Vectors {
 
   static constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-  // kR rows, all lanes.
-  template <int kR>
-  static inline __attribute__((always_inline)) void multiply_rows(const Product<Real>& p, int64_t row) {
-    const int64_t vectors = p.panels * kPanelVectors;
-    int64_t v = 0;
-    for (; v + kVectors <= vectors; v += kVectors) multiply_block<kR, kVectors>(p, row, v);
-    if constexpr (kVectors > 1)
-      for (; v < vectors; ++v) multiply_block<kR, 1>(p, row, v);
+  // All rows of kV vectors: what they need of B stays in the first cache while A passes by.
+  template <int kV>
+  static inline __attribute__((always_inline)) void multiply_vectors(const Product<Real>& p, int64_t vector) {
+    static_assert(kRows == 6, "the switch below covers what is left of 6 rows");
+    int64_t row = 0;
+    for (; row + kRows <= p.rows; row += kRows) multiply_block<kRows, kV>(p, row, vector);
+    switch (p.rows - row) {
+      case 5:
+        return multiply_block<5, kV>(p, row, vector);
+      case 4:
+        return multiply_block<4, kV>(p, row, vector);
+      case 3:
+        return multiply_block<3, kV>(p, row, vector);
+      case 2:
+        return multiply_block<2, kV>(p, row, vector);
+      case 1:
+        return multiply_block<1, kV>(p, row, vector);
+    }
   }
 
   static void multiply(const Product<Real>& p) {
-    static_assert(kRows == 6, "the switch below covers what is left of 6 rows");
-    int64_t row = 0;
-    for (; row + kRows <= p.rows; row += kRows) multiply_rows<kRows>(p, row);
-    switch (p.rows - row) {
-      case 5:
-        return multiply_rows<5>(p, row);
-      case 4:
-        return multiply_rows<4>(p, row);
-      case 3:
-        return multiply_rows<3>(p, row);
-      case 2:
-        return multiply_rows<2>(p, row);
-      case 1:
-        return multiply_rows<1>(p, row);
-    }
+    const int64_t vectors = p.panels * kPanelVectors;
+    int64_t v = 0;
+    for (; v + kVectors <= vectors; v += kVectors) multiply_vectors<kVectors>(p, v);
+    if constexpr (kVectors > kPanelVectors)
+      for (; v < vectors; ++v) multiply_vectors<1>(p, v);
   }
 
   static bool softmax_step(const SoftmaxStep<Real>& t) {
