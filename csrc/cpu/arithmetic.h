@@ -1,5 +1,5 @@
-// How the tile loop stores its operands and multiplies them; the loop is a template over such a class. Here: in the type
-// of the softmax, fp32 or fp64, to which other types are converted when they are packed. (bf16_arithmetic.h: in bf16.)
+// How the tile loop stores its operands and multiplies them; the loop is a template over such a class. Here: in the
+// type of the softmax, fp32 or fp64, to which other types are converted when they are packed. (bf16_arithmetic.h: in bf16.)
 //
 // The products of forward and backward, all of the form of micro_kernels.h:
 //
@@ -25,8 +25,8 @@ struct RealArithmetic {
 
   static const char* name() { return micro_kernels<Real>().name; }
 
-  // 192 keys are a multiple of the micro-kernels' 6 rows. Short sequences get smaller tiles, so that a call at seqlen 16
-  // needs little memory.
+  // 192 keys are a multiple of the micro-kernels' 6 rows. Short sequences get smaller tiles, so that a call at seqlen
+  // 16 needs little memory.
   static TileSize forward_tile(int64_t longest_q, int64_t longest_k) {
     return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 192)};
   }

@@ -1,5 +1,5 @@
-// The arithmetic of bf16 tensors where the CPU multiplies bf16 itself: operands stay bf16, P and dS are rounded to it, all
-// sums and the softmax are fp32.
+// The arithmetic of bf16 tensors where the CPU multiplies bf16 itself: operands stay bf16, P and dS are rounded to it,
+// all sums and the softmax are fp32.
 #pragma once
 
 #include "cpu/arithmetic.h"

@@ -1,7 +1,8 @@
 // The heart of backward, for the main pass and the bias pass: P and dS of one tile, recomputed from Q, K, V and the
 // statistics.
 //
-//   P = exp2((S - R) · log2 e - log2 ℓ),   dP = V dO^T (dropped like P),   dS = P ∘ (dP - delta),   delta = rowsum(dO ∘ O) - dLSE
+//   P = exp2((S - R) · log2 e - log2 ℓ),   dP = V dO^T (dropped like P),
+//   dS = P ∘ (dP - delta),   delta = rowsum(dO ∘ O) - dLSE
 #pragma once
 
 #include "cpu/arithmetic.h"

@@ -38,8 +38,8 @@ struct SoftmaxStep {
   Real* rescale;
 };
 
-// One panel of backward: S becomes P = exp2((S - reference) · log2 e - log2_sum), dP becomes dS = P · (keep_scale · dP -
-// delta).
+// One panel of backward: S becomes P = exp2((S - reference) · log2 e - log2_sum), dP becomes
+// dS = P · (keep_scale · dP - delta).
 template <class Real>
 struct GradientStep {
   int64_t keys;
@@ -59,7 +59,7 @@ struct MicroKernels {
   void (*gradient_step)(const GradientStep<Real>&);
 };
 
-// ---- bf16 operands with fp32 sums --------------------------------------------------------------------------------------
+// ---- bf16 operands with fp32 sums -----------------------------------------------------------------------------------
 
 using Bf16 = uint16_t;
 
@@ -115,7 +115,7 @@ struct Bf16Kernels {
   void (*store_gradients)(int64_t keys, const float* p, const float* ds, const Bf16Gradients&);
 };
 
-// ---- The choice --------------------------------------------------------------------------------------------------------
+// ---- The choice -----------------------------------------------------------------------------------------------------
 
 // In ascending order; each includes those below.
 enum class InstructionSet : int { kPortable, kAvx2, kAvx512, kAmx };

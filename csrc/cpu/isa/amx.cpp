@@ -21,7 +21,7 @@ void begin() {
 
 void end() { _tile_release(); }
 
-// ---- Products ---------------------------------------------------------------------------------------------------------
+// ---- Products -------------------------------------------------------------------------------------------------------
 
 // kRows × kPanels blocks of C, the whole depth: accumulators in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
 template <int kRows, int kPanels>
@@ -73,7 +73,7 @@ void multiply(const Bf16Product& p) {
   if (row < p.row_blocks) multiply_blocks<1, 1>(p, row, panel);
 }
 
-// ---- Packing ----------------------------------------------------------------------------------------------------------
+// ---- Packing --------------------------------------------------------------------------------------------------------
 
 // Elements [first, first + count of the mask) of row `row`, zero where the row or the element is not there.
 struct Source {
@@ -209,7 +209,7 @@ void unpack_rows(const float* x, int64_t panel_stride, float factor, int64_t row
                  dim - d);
 }
 
-// ---- Softmax ----------------------------------------------------------------------------------------------------------
+// ---- Softmax --------------------------------------------------------------------------------------------------------
 
 // e^x to 2e-7, for the LSE is fp32; 0 for -inf, NaN for NaN.
 inline __m512 exponential(__m512 x) {
@@ -269,7 +269,7 @@ bool softmax_step(const SoftmaxStep<float>& t, float scale, Bf16* weights) {
   return _mm512_cmp_ps_mask(rescale, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) != 0;
 }
 
-// ---- Backward ---------------------------------------------------------------------------------------------------------
+// ---- Backward -------------------------------------------------------------------------------------------------------
 
 // P and dS of a panel, key by key as `at(key)` gives them, to the three operands.
 template <class At>

@@ -37,8 +37,8 @@ struct Bits<double> {
   static constexpr double kRound = 6755399441055744.0;  // 1.5 · 2^52
 };
 
-// kRows × kVectors accumulators fill the registers: see each instruction set's choice. A product sums over kSlice of its
-// depth at a time.
+// kRows × kVectors accumulators fill the registers: see each instruction set's choice. A product sums over kSlice of
+// its depth at a time.
 template <class Real, int kVectorBytes, int kRows, int kVectors, int64_t kSlice>
 struct Vectors {
   static constexpr int kWidth = kVectorBytes / sizeof(Real), kPanelVectors = kLanes / kWidth;
