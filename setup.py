@@ -79,8 +79,8 @@ ISA_UNITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # Architecture of the table → the one -gencode of its units. 90a, not 90: wgmma and setmaxnreg exist there alone.
 GENCODES = {
-    "sm75": "arch=compute_75,code=sm_75",
-    "sm80": "arch=compute_80,code=sm_80",
+    "sm75": "arch=compute_75,code=[sm_75,compute_75]",
+    "sm80": "arch=compute_80,code=[sm_80,compute_80]",
     "sm86": "arch=compute_86,code=sm_86",
     "sm89": "arch=compute_89,code=sm_89",
     "sm90": "arch=compute_90a,code=sm_90a",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -49,15 +50,36 @@ def _load_library() -> Availability:
     return Availability(True, f"{library.name} is loaded")
 
 
-def _gpu_reason() -> str:
-    """Why the GPU kernels are not there: what the build said."""
+def _build_info() -> dict:
     try:
-        return json.loads((PACKAGE / "_build_info.json").read_text())["gpu"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return "this build has no GPU kernels"
+        return json.loads((PACKAGE / "_build_info.json").read_text())
+    except (OSError, ValueError):
+        return {}
 
 
-AVAILABILITY = {"cpu": _load_library(), "reference": Availability(True, "plain PyTorch, on any device")}
+def _load_gpu_library(cpu: Availability) -> Availability:
+    """The kernels of the mma_sync family. Only a CUDA build of torch has what they need to load."""
+    library = PACKAGE / "_C_cuda.so"
+    if not cpu:
+        return cpu
+    if not library.exists():
+        return Availability(False, _build_info().get("gpu") or "this build has no GPU kernels")
+    if torch.version.cuda is None:
+        return Availability(False, f"torch {torch.__version__} is no CUDA build")
+    try:
+        torch.ops.load_library(str(library))
+    except (OSError, RuntimeError) as error:
+        return Availability(False, f"{library} does not load with torch {torch.__version__}: {error}")
+    return Availability(True, f"{library.name} is loaded")
+
+
+_CPU = _load_library()
+AVAILABILITY = {
+    "cpu": _CPU,
+    "mma_sync": _load_gpu_library(_CPU),
+    "wgmma": Availability(False, "this version has no wgmma kernels"),
+    "reference": Availability(True, "plain PyTorch, on any device"),
+}
 
 
 def is_available(backend: str = "cpu") -> Availability:
@@ -70,11 +92,43 @@ def is_available(backend: str = "cpu") -> Availability:
     Raises:
         ValueError: for any other name.
     """
-    if backend in ("mma_sync", "wgmma"):
-        return Availability(False, _gpu_reason())
     if backend not in AVAILABILITY:
         raise ValueError(f"backend must be cpu, mma_sync, wgmma or reference; got {backend!r}")
     return AVAILABILITY[backend]
+
+
+@dataclass(frozen=True)
+class GpuPlan:
+    """The kernel that serves a call on a GPU, or why none does."""
+
+    reason: str  # empty: there is one
+    arch: int = 0  # that it is compiled for: 80 is sm_80
+    head_dim: int = 0  # the largest that it takes
+    variant: str = ""
+    tile: tuple[int, int] = (0, 0)
+
+
+DATA_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # DataType of csrc/common/params.h
+VARIANTS = ("plain", "modified", "biased")  # Variant of csrc/common/kernel_key.h
+
+
+@lru_cache(maxsize=1024)
+def gpu_plan(device: int, dtype: torch.dtype, dim: int, dim_v: int, variant: str) -> GpuPlan:
+    """What the library would use on CUDA device number `device`."""
+    numbers, reason = torch.ops.flash_attn.gpu_plan(
+        device, DATA_TYPES.index(dtype), dim, dim_v, VARIANTS.index(variant)
+    )
+    if numbers.numel() == 0:
+        return GpuPlan(bytes(reason.tolist()).decode())
+    arch, head_dim, chosen, rows, keys = numbers.tolist()
+    return GpuPlan("", arch, head_dim, VARIANTS[chosen], (rows, keys))
+
+
+def variant_of(problem: Problem, bias: Tensor | None) -> str:
+    """What a call needs of its kernel: as `variant_of` in csrc/gpu/plan.h decides, up to unusual scales."""
+    if bias is not None or problem.mask is not None:
+        return "biased"
+    return "modified" if problem.softcap > 0 or problem.alibi_slopes is not None or problem.drops else "plain"
 
 
 _SHORT = Problem._fields.index("dropout_p")

@@ -12,10 +12,10 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import Function, forward_ad
 from torch.compiler import is_compiling
 
-from flash_attn import _ops, higher_order, reference
+from flash_attn import _ops, gpu, higher_order, reference
 from flash_attn.problem import Problem
 
-BACKENDS: dict[str, ModuleType] = {"cpu": _ops, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"cpu": _ops, "mma_sync": gpu, "reference": reference}
 
 Needs = tuple[bool, bool, bool, bool, bool]
 

@@ -24,26 +24,26 @@ def refuse(name: str, value: object | None, why: str) -> None:
         raise NotImplementedError(f"{name}: {why}")
 
 
-def choose_backend(backend: str, q: Tensor) -> str:
-    """The backend that serves a call on q's device, or an error that says what would."""
+def choose_backend(backend: str, q: Tensor, dim_v: int, problem: Problem, bias: Tensor | None) -> str:
+    """The backend that serves a call, or an error that says what would."""
     checks.backend_name(backend)
     if backend == "reference":
         return backend
     device = q.device.type
-    if backend in ("mma_sync", "wgmma"):
-        raise NotImplementedError(
-            f'backend="{backend}": {_ops.is_available(backend).reason}; backend="reference" runs anywhere'
-        )
-    if device not in ("cpu", "meta"):
-        raise NotImplementedError(
-            f'backend="{backend}" has no kernel for {device} tensors yet; backend="reference" computes the same in '
-            "plain PyTorch on any device"
-        )
-    if not (available := _ops.is_available("cpu")):
-        raise NotImplementedError(
-            f'backend="cpu" cannot be used: {available.reason}; backend="reference" runs without it'
-        )
-    return "cpu"
+    if backend == "auto":
+        backend = "mma_sync" if device == "cuda" else "cpu"
+    otherwise = 'backend="reference" computes the same in plain PyTorch on any device'
+    if not (available := _ops.is_available(backend)):
+        raise NotImplementedError(f'backend="{backend}" cannot be used: {available.reason}; {otherwise}')
+    serves = ("cpu", "meta") if backend == "cpu" else ("cuda",)
+    if device not in serves:
+        raise NotImplementedError(f'backend="{backend}" has no kernel for {device} tensors; {otherwise}')
+    if backend == "mma_sync":
+        index = q.device.index if q.device.index is not None else torch.cuda.current_device()
+        plan = _ops.gpu_plan(index, q.dtype, q.shape[-1], dim_v, _ops.variant_of(problem, bias))
+        if plan.reason:
+            raise NotImplementedError(f'backend="{backend}": {plan.reason}; {otherwise}')
+    return backend
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -174,7 +174,7 @@ def attention(
         dropout_seed=dropout_seed,
         upper_left=upper_left,
     )
-    backend = choose_backend(backend, q)
+    backend = choose_backend(backend, q, v.shape[-1], problem, bias)
     if problem.has_lengths and (backend == "reference" or problem.drops) and contents_can_be_read(q):
         # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,
         # which is too late to leave the generator untouched where a seed is drawn.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flash_attn import checks, dispatch, reference
+from flash_attn import _ops, checks, dispatch, reference
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def explain(
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.require_tensor(name, x)
     q, k, v, bias = dispatch.autocast(q, k, v, bias)
-    *_, problem = checks.attention(
+    bias, _, problem = checks.attention(
         q,
         k,
         v,
@@ -104,7 +104,7 @@ def explain(
             refusals[name] = 'plain PyTorch, slow: only backend="reference" asks for it'
             continue
         try:
-            dispatch.choose_backend(name, q)
+            dispatch.choose_backend(name, q, v.shape[-1], problem, bias)
         except NotImplementedError as error:
             refusals[name] = str(error)
         else:
@@ -130,6 +130,11 @@ def explain(
         rows, keys, threads, forward, backward = numbers.tolist()
         name = bytes(letters.tolist()).decode()
         return Explanation(chosen, f"{name} micro-kernels", (rows, keys), threads, forward, backward, refusals)
+    if chosen == "mma_sync":
+        index = q.device.index if q.device.index is not None else torch.cuda.current_device()
+        plan = _ops.gpu_plan(index, q.dtype, dim, dim_v, _ops.variant_of(problem, bias))
+        name = f"mma_sync kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}; backward: PyTorch"
+        return Explanation(chosen, name, plan.tile, 1, 0, 0, refusals)
     if chosen == "reference":
         tile = (min(reference.BLOCK_ROWS, problem.max_seqlen_q), min(reference.BLOCK_COLUMNS, problem.max_seqlen_k))
         together = 1 if problem.has_lengths else max(1, reference.TILE_ELEMENTS // max(1, heads * tile[0] * tile[1]))

@@ -418,11 +418,24 @@ CPU = Target("cpu", "auto")
 REFERENCE = Target("cpu", "reference")
 CUDA = [Target("cuda", "reference")] if torch.cuda.is_available() else []
 TARGETS = [CPU, REFERENCE, *CUDA]
+# Backends with kernels for half precision alone: the cases of `in_half_precision` are theirs.
+KERNELS = [Target("cuda", "mma_sync")] if torch.cuda.is_available() and flash_attn.is_available("mma_sync") else []
+
+
+def in_half_precision(case: Case, number: int) -> Case | None:
+    """The case for a GPU kernel: fp32 and fp64 become fp16 and bf16 in turn. None: its head dim is too large."""
+    if max(case.dim, case.dim_v) > 256:
+        return None
+    if case.dtype in (torch.float16, torch.bfloat16):
+        return case
+    return replace(case, dtype=torch.float16 if number % 2 else torch.bfloat16)
 
 
 def with_targets(cases: list[Case], reference_every: int = 4):
     """Parametrise over (case, target): the CPU library and CUDA take all cases, the slow reference a part."""
     rows = [(c, t) for n, c in enumerate(cases) for t in TARGETS if t != REFERENCE or n % reference_every == 0]
+    halves = dict.fromkeys(half for n, c in enumerate(cases) if (half := in_half_precision(c, n)) is not None)
+    rows += [(c, t) for c in halves for t in KERNELS]
     return pytest.mark.parametrize(
         ("case", "target"), [pytest.param(c, t, id=f"{t}-{c}", marks=marks(t)) for c, t in rows]
     )

@@ -37,12 +37,12 @@ CXX_LAYERS: dict[str, set[str]] = {
     # copy of an inline function, and one with AVX-512 instructions would crash older machines.
     "cpu/isa": {"cpu/micro_kernels.h"},
     "cpu": {"common", "cpu/isa/isa.h"},
-    "gpu/ptx": {"common/host_device.h"},
-    "gpu/tile": {"common", "gpu/ptx"},
+    "gpu/ptx": {"common/host_device.h", "common/kernel_key.h"},
+    "gpu/tile": {"common", "gpu/ptx"},  # .h: for the host, too
     "gpu/passes": {"common", "gpu/ptx", "gpu/tile"},
     "gpu/mma_sync": {"common", "gpu/ptx", "gpu/tile", "gpu/families.h"},
     "gpu/wgmma": {"common", "gpu/ptx", "gpu/tile", "gpu/families.h"},
-    "gpu": {"common", "selected_kernels.def"},
+    "gpu": {"common", "gpu/mma_sync/tiles.h", "gpu/tile/tile_order.h", "selected_kernels.def"},
     "binding": {"common", "cpu", "gpu/dispatch.h"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
@@ -103,7 +103,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "reference": {"problem", "dropout"},
     "from_lse": {"checks", "problem", "reference"},
     "higher_order": {"problem", "reference"},
-    "autograd": {"problem", "dropout", "higher_order", *BACKENDS},
+    "gpu": {"_ops", "problem", "reference"},
+    "autograd": {"problem", "dropout", "gpu", "higher_order", *BACKENDS},
     "dispatch": {"autograd", "checks", "problem", "softmax_dmask", *BACKENDS},
     "interface": {"dispatch", "checks", "problem"},
     "baselines": {"dispatch", "checks", "problem", *BACKENDS},
@@ -114,7 +115,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "flash_attention": {"bert_padding", "interface"},
     "layers": {"checks", "problem"},
     "modules": {"baselines", "interface", "layers"},
-    "explain": {"checks", "dispatch", "reference"},
+    "explain": {"_ops", "checks", "dispatch", "reference"},
     "__init__": {"interface", "baselines", "bert_padding", "dropout", "explain", "from_lse", *BACKENDS},
 }
 RUN_TIME_NEEDS = {"torch", "einops", "flash_attn"}

@@ -36,6 +36,15 @@ FLASH_HOST_DEVICE Rows rows_of_sequence(const RowLayout& layout, int64_t b) {
   return rows;
 }
 
+// Whether the rows lie inside their tensor (and, if max_rows >= 0, are no more than that): on a GPU nobody has checked.
+FLASH_HOST_DEVICE bool rows_are_possible(const RowLayout& layout, const Rows& rows, int64_t b, int64_t max_rows) {
+  const bool packed = layout.cu_seqlens.given();
+  const int64_t begin = packed ? layout.cu_seqlens[b] : 0, end = packed ? layout.cu_seqlens[b + 1] : layout.rows;
+  const int64_t used = rows.leftpad + rows.length;
+  return 0 <= begin && begin <= end && end <= layout.rows && 0 <= rows.leftpad && 0 <= rows.length &&
+         used <= end - begin && (max_rows < 0 || end - begin <= max_rows);
+}
+
 FLASH_HOST_DEVICE Sequence sequence(const AttentionParams& params, int64_t b) {
   return {b, rows_of_sequence(params.rows_q, b), rows_of_sequence(params.rows_k, b)};
 }

@@ -1,0 +1,76 @@
+// The ops for CUDA tensors: on the tensors' device, on the caller's stream, never waiting for the device.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <array>
+#include <string>
+#include <tuple>
+
+#include "binding/build_params.h"
+#include "binding/check.h"
+#include "gpu/dispatch.h"
+
+namespace flash {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor sink, double softmax_scale, bool causal,
+    int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p,
+    OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
+    OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
+    OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
+  const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
+                            dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
+                            max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+  const int32_t device = q.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const Forward call = build_forward(q, k, v, bias, sink, options);
+  const FwdParams& params = call.params;
+  const bool packed = params.rows_q.cu_seqlens.given();
+  const std::string problem = gpu::forward(params, packed ? max_seqlen_q : params.rows_q.rows, device, stream);
+  FLASH_CHECK(problem.empty(), "attention_forward: ", problem);
+  return {call.out, call.lse, call.statistics};
+}
+
+Tensor letters(const std::string& text) {
+  const std::array<int64_t, 1> size{static_cast<int64_t>(text.size())};
+  const Tensor result = torch::stable::empty(size, torch::headeronly::ScalarType::Byte);
+  std::copy(text.begin(), text.end(), static_cast<uint8_t*>(result.data_ptr()));
+  return result;
+}
+
+std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, int64_t dim_v, int64_t variant) {
+  FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
+  FLASH_CHECK(variant >= 0 && variant <= 2, "variant must be in [0, 2], is ", variant);
+  const gpu::Plan plan = gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant)},
+                                   static_cast<int>(device));
+  std::array<int64_t, 5> values{};
+  if (plan.choice) {
+    const KernelKey key = plan.choice->key;
+    const mma_sync::Tile tile = mma_sync::fwd_tiles(key)[plan.choice->tile];
+    values = {static_cast<int64_t>(key.arch), key.head_dim, static_cast<int64_t>(key.variant), tile.rows, tile.keys};
+  }
+  const std::array<int64_t, 1> count{plan.choice ? static_cast<int64_t>(values.size()) : 0};
+  const Tensor numbers = torch::stable::empty(count, torch::headeronly::ScalarType::Long);
+  std::copy(values.begin(), values.begin() + count[0], static_cast<int64_t*>(numbers.data_ptr()));
+  return {numbers, letters(plan.reason)};
+}
+
+int64_t gpu_limit_card(int64_t capability, int64_t block_shared) {
+  gpu::limit_card(static_cast<int>(capability), static_cast<int>(block_shared));
+  return capability;
+}
+
+}  // namespace
+}  // namespace flash
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
+  m.impl("gpu_plan", TORCH_BOX(&flash::gpu_plan));
+  m.impl("gpu_limit_card", TORCH_BOX(&flash::gpu_limit_card));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) { m.impl("attention_forward", TORCH_BOX(&flash::attention_forward)); }

@@ -1,0 +1,27 @@
+// The GPU backend: what the binding calls.
+#pragma once
+
+#include <string>
+
+#include "common/params.h"
+#include "gpu/plan.h"
+
+namespace flash::gpu {
+
+// What serves a call, or in a sentence why nothing does.
+struct Plan {
+  std::optional<Choice> choice;
+  std::string reason;
+};
+
+// `device` is a CUDA ordinal.
+Plan plan(const Request& request, int device);
+
+// Writes out, lse and the statistics of every real row; rows outside the sequences are left as they are. Returns what
+// went wrong, or nothing. The device must be current; nothing waits for it.
+std::string forward(const FwdParams& params, int64_t max_rows_q, int device, void* stream);
+
+// For tests: as if the card had no more than this capability and shared memory. 0: no limit.
+void limit_card(int capability, int block_shared);
+
+}  // namespace flash::gpu

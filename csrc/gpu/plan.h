@@ -1,0 +1,116 @@
+// Which kernel a call gets: pure functions of the call's shape and the card's numbers, tested without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <span>
+#include <tuple>
+
+#include "common/kernel_key.h"
+#include "common/visibility.h"
+#include "gpu/families.h"
+#include "gpu/mma_sync/tiles.h"
+
+namespace flash {
+
+// What decides about a card.
+struct Card {
+  int capability = 0;     // 10 · major + minor
+  int block_shared = 0;  // bytes of shared memory that a CTA may ask for
+  int sm_shared = 0;     // bytes that an SM has for all of its CTAs, of which each takes kReservedShared more
+  int64_t l2_bytes = 0;
+};
+
+struct Request {
+  DataType dtype = DataType::kFloat32;
+  int64_t dim = 0, dim_v = 0;
+  Variant variant = Variant::plain;
+};
+
+struct Choice {
+  KernelKey key;
+  int tile;
+};
+
+inline constexpr int kReservedShared = 1024;
+
+// The first tile of which as many CTAs fit on an SM as its registers allow; if there is none, the last that fits at all.
+inline std::optional<int> choose_tile(KernelKey key, const Card& card) {
+  const mma_sync::Tiles tiles = mma_sync::fwd_tiles(key);
+  std::optional<int> fits;
+  for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].rows > 0; ++i) {
+    const int bytes = tiles[i].shared_bytes(key.head_dim);
+    if (bytes > card.block_shared) continue;
+    fits = i;
+    if (tiles[i].ctas * (bytes + kReservedShared) <= card.sm_shared) break;
+  }
+  return fits;
+}
+
+// The newest architecture, then the smallest head dim, then the smallest variant that serve the request.
+inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, const Request& request, const Card& card) {
+  const int64_t dim = std::max(request.dim, request.dim_v);
+  std::optional<Choice> best;
+  for (const KernelKey& key : table) {
+    if (static_cast<int>(key.arch) > card.capability || key.dtype != request.dtype || key.head_dim < dim ||
+        key.variant < request.variant)
+      continue;
+    const std::optional<int> tile = choose_tile(key, card);
+    if (!tile) continue;
+    const auto rank = [](const KernelKey& k) {
+      return std::tuple(-static_cast<int>(k.arch), k.head_dim, static_cast<int>(k.variant));
+    };
+    if (!best || rank(key) < rank(best->key)) best = Choice{key, *tile};
+  }
+  return best;
+}
+
+// The simplest variant that has what the call needs. A scale that is not well inside fp32's range, or not positive, is
+// applied before the maximum is taken.
+inline Variant variant_of(const AttentionParams& p) {
+  if (p.bias.given() || p.mask.given()) return Variant::biased;
+  const bool plain_scale = 0x1p-60 < p.score.scale && p.score.scale < 0x1p+60;
+  const bool modified = p.score.softcap > 0 || p.score.alibi_slopes != nullptr || p.dropout.given();
+  return modified || !plain_scale ? Variant::modified : Variant::plain;
+}
+
+// Heads whose tiles are dealt out together. Without a diagonal all row blocks of a head cost the same: one head after
+// the other. With one, the long row blocks of several heads come first, as many as half the L2 cache holds the keys of.
+// Measured on a GPU with 60 MB of L2: less than 4 leaves a tail of long tiles at the end, more than 32 gains nothing.
+inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
+  if (!p.window.causal && p.window.left < 0 && p.window.right < 0) return 1;
+  const int64_t head_bytes = std::max<int64_t>(1, p.rows_k.rows * (p.dim + p.dim_v) * 2 / p.group());
+  return static_cast<uint32_t>(std::clamp<int64_t>(l2_bytes / 2 / head_bytes, 4, 32));
+}
+
+// Whether rows can be read or written 16 bytes at a time.
+inline bool is_vectorised(const Operand& x) {
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.batch_stride % 8 == 0 && x.row_stride % 8 == 0 &&
+         x.head_stride % 8 == 0;
+}
+
+// `max_rows_q`: the longest sequence of queries. nullopt: more tiles than a grid can have, or rows than positions.
+inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, int64_t max_rows_q, int64_t l2_bytes) {
+  constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;
+  const mma_sync::Tile tile = mma_sync::fwd_tiles(choice.key)[choice.tile];
+  const int64_t all_heads = p.batch * p.heads, m_blocks = divide_up(max_rows_q, tile.rows);
+  const bool packed = p.rows_k.cu_seqlens.given();
+  if (max_rows_q > kMostRows || (!packed && p.rows_k.rows > kMostRows) || all_heads > kMostBlocks ||
+      all_heads * m_blocks > kMostBlocks)
+    return std::nullopt;
+  // Turing's copies are whole chunks.
+  const auto whole = [&](int64_t dim) { return choice.key.arch >= Arch::sm80 || dim % 8 == 0; };
+  FwdLaunch launch;
+  launch.order = {static_cast<uint32_t>(m_blocks), static_cast<uint32_t>(p.heads), static_cast<uint32_t>(all_heads),
+                  head_group(p, l2_bytes)};
+  launch.blocks = static_cast<uint32_t>(all_heads * m_blocks);
+  launch.tile = choice.tile;
+  launch.scale = static_cast<float>(p.score.scale);
+  launch.vectorised_qk = is_vectorised(p.q) && is_vectorised(p.k) && whole(p.dim);
+  launch.vectorised_v = is_vectorised(p.v) && whole(p.dim_v);
+  launch.vectorised_out = is_vectorised(p.out);
+  launch.max_rows_q = max_rows_q;
+  return launch;
+}
+
+}  // namespace flash

@@ -1,0 +1,44 @@
+// Arithmetic that C++ has no word for.
+#pragma once
+
+#include <cstdint>
+
+#include "common/kernel_key.h"
+
+namespace flash::ptx {
+
+// 2^x, relative error 2^-22; below 2^-126: 0. One instruction, where exp2f scales its range first.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// (low, high), each rounded to nearest even.
+template <DataType kType>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t y;
+  if constexpr (kType == DataType::kBFloat16) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  } else {
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+    asm("{.reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h};}"
+        : "=r"(y)
+        : "f"(low), "f"(high));
+#endif
+  }
+  return y;
+}
+
+// The low half of x.
+template <DataType kType>
+__device__ __forceinline__ float unpack_low(uint32_t x) {
+  if constexpr (kType == DataType::kBFloat16) return __uint_as_float(x << 16);
+  float y;
+  asm("{.reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(y) : "r"(x));
+  return y;
+}
+
+}  // namespace flash::ptx

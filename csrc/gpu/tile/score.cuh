@@ -1,0 +1,150 @@
+// From QKᵀ to the logits, for the D fragments of a warp (softmax.cuh says who owns what): softcap, ALiBi, bias, masks,
+// and dropout of P. Which of them a call has is the same for a whole launch, so each is a branch that all take alike.
+#pragma once
+
+#include "common/dropout.h"
+#include "common/score.h"
+#include "common/sequence.h"
+#include "common/visibility.h"
+#include "gpu/ptx/math.cuh"
+
+namespace flash {
+
+// Where a thread's fragments lie in the plane of one head: all numbers count positions within the sequence.
+struct FragmentPlace {
+  int row;         // of this thread's first row; the others are 8, 16, 24, ... below
+  int column;      // 2 · (lane % 4)
+  int rows, keys;  // of the sequence
+};
+
+// The keys that row `place.row` sees, before the ends of the sequence: each row below sees one more to the right.
+struct DiagonalInterval {
+  int begin, end;
+
+  __device__ __forceinline__ DiagonalInterval(const Visibility& v, int row) {
+    // Far outside the sequence all numbers mean the same: 2^29 keeps sums with rows and columns in 32 bits.
+    constexpr int64_t kFar = 1 << 29;
+    begin = static_cast<int>(larger(-kFar, row + v.diagonal - v.left));
+    end = static_cast<int>(larger(-kFar, smaller(2 * kFar, row + v.diagonal + v.right + 1)));
+  }
+};
+
+// S = -inf where a row does not see a key. `first_key` is that of the tile.
+template <int kM, int kN>
+__device__ __forceinline__ void hide_unseen(float (&rS)[kM][kN][4], const FragmentPlace& place,
+                                            const DiagonalInterval& diagonal, int first_key) {
+  const int first_column = first_key + place.column;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int below = 16 * m + 8 * half;
+      const int begin = max(0, diagonal.begin + below) - first_column;
+      const int end = min(place.keys, diagonal.end + below) - first_column;
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int column = 8 * n + c;
+          if (column < begin || column >= end) rS[m][n][2 * half + c] = -INFINITY;
+        }
+    }
+}
+
+// softcap · tanh(scale · S / softcap), then ALiBi: S is the natural logit after it.
+template <int kM, int kN>
+__device__ __forceinline__ void scale_and_modify(float (&rS)[kM][kN][4], const FragmentPlace& place, float scale,
+                                                 float softcap, float slope, int64_t diagonal, int first_key) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) rS[m][n][c] *= scale;
+  if (softcap > 0) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) rS[m][n][c] = apply_softcap(rS[m][n][c], softcap).value;
+  }
+  if (slope != 0) {
+    const int distance = static_cast<int>(place.row + diagonal) - first_key - place.column;
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int below = 16 * m + 8 * (c / 2), right = 8 * n + c % 2;
+          rS[m][n][c] = fmaf(-slope, fabsf(static_cast<float>(distance + below - right)), rS[m][n][c]);
+        }
+  }
+}
+
+// S += bias; -inf where the mask says so. Nothing outside the sequence is read.
+template <DataType kType, int kM, int kN>
+__device__ __forceinline__ void add_bias_and_mask(float (&rS)[kM][kN][4], const FragmentPlace& place,
+                                                  const AttentionParams& p, const Sequence& sequence, int64_t head,
+                                                  int first_key) {
+  const int first_column = first_key + place.column;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = place.row + 16 * m + 8 * half;
+      if (row >= place.rows) continue;
+      const int64_t tensor_row = sequence.q.leftpad + row, tensor_column = sequence.k.leftpad + first_column;
+      if (p.bias.given()) {
+        const int64_t offset = p.bias.offset(sequence.index, head, tensor_row, tensor_column);
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int column = 8 * n + c;
+            if (first_column + column >= place.keys) continue;
+            const int64_t at = offset + column * p.bias.column_stride;
+            rS[m][n][2 * half + c] += p.bias.dtype == DataType::kFloat32
+                                          ? static_cast<const float*>(p.bias.data)[at]
+                                          : ptx::unpack_low<kType>(static_cast<const uint16_t*>(p.bias.data)[at]);
+          }
+      }
+      if (p.mask.given()) {
+        const int64_t offset = p.mask.offset(sequence.index, head, tensor_row, tensor_column);
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int column = 8 * n + c;
+            if (first_column + column >= place.keys) continue;
+            if (static_cast<const uint8_t*>(p.mask.data)[offset + column * p.mask.column_stride] == 0)
+              rS[m][n][2 * half + c] = -INFINITY;
+          }
+      }
+    }
+}
+
+// P = 0 where dropout drops, in the four n8 tiles from kBegin on: one Philox call for the eight elements {r, r + 8} ×
+// {k, k + 8, k + 16, k + 24} of a thread.
+template <int kBegin, int kM, int kN>
+__device__ __forceinline__ void drop(float (&rS)[kM][kN][4], const FragmentPlace& place, const DropoutStream& stream,
+                                     uint32_t threshold, int first_key) {
+  static_assert(8 * kBegin % kDropoutKeys == 0, "tiles begin where groups of keys do");
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    const auto query_group = static_cast<uint32_t>(dropout_query_group(place.row + 16 * m));
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const auto key_group = static_cast<uint32_t>(dropout_key_group(first_key + 8 * kBegin + place.column + c));
+      const DropoutDraws draws = stream.draws(query_group, key_group);
+#pragma unroll
+      for (int slot = 0; slot < 4; ++slot)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (draws.draw(half, slot) < threshold) rS[m][kBegin + slot][2 * half + c] = 0;
+    }
+  }
+}
+
+}  // namespace flash

@@ -1,0 +1,173 @@
+// Online softmax with a lazy reference, for the D fragments of a warp: [m16][n8][c], c: rows {r, r, r + 8, r + 8},
+// columns {2l, 2l + 1} of each n8 tile.
+//
+// P = exp2(S · c - R), where R is not the running maximum but any number that is near enough: the maximum of the first
+// block, until some score exceeds it by more than `kHeadroom` (in powers of two). So the steady state has no shuffle and
+// no rescaling of O, only each thread's own maximum and one vote. The reference cancels in O and enters the statistics,
+// so this is exact softmax; every row decides for itself, whatever its neighbours hold.
+#pragma once
+
+#include "common/statistics.h"
+#include "gpu/ptx/math.cuh"
+
+namespace flash {
+
+// P may reach 2^12: far from fp16's 65504, and O and the sums have fp32's range.
+inline constexpr float kHeadroom = 12;
+
+// Beyond this |R| the product S · c alone would lose whole units: (S - m) · c instead, so that equal huge inputs come
+// out exact.
+inline constexpr float kLargestFolded = 1 << 22;
+
+// S times `to_natural` is the logit; times `to_log2` it is the logit in powers of two.
+struct ScoreUnit {
+  float to_natural, to_log2;
+};
+
+template <int kM>
+struct OnlineSoftmax {
+  float reference[kM][2];  // m, in units of S; -inf while nothing was seen
+  float folded[kM][2];     // m · c, rounded once; 0 where nothing was seen or m is huge
+  float row_sum[kM][2];    // this thread's columns only
+  bool any_huge = false;   // of this warp
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reference[m][half] = -INFINITY;
+        folded[m][half] = 0;
+        row_sum[m][half] = 0;
+      }
+  }
+
+  // What to subtract from S before it meets c.
+  __device__ __forceinline__ float offset(int m, int half, float to_log2) const {
+    return is_huge(reference[m][half], to_log2) ? reference[m][half] : 0.f;
+  }
+
+  static __device__ __forceinline__ bool is_huge(float reference, float to_log2) {
+    return reference != -INFINITY && fabsf(reference * to_log2) >= kLargestFolded;
+  }
+};
+
+// The largest of four neighbours' values: the threads that share a row.
+__device__ __forceinline__ float row_max_of(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float row_sum_of(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Rows whose largest score exceeds the headroom take it as their new reference; O and the sums follow.
+template <int kM, int kO>
+__device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, const float (&thread_max)[kM][2],
+                                                float (&rO)[kM][kO][4], ScoreUnit unit) {
+  softmax.any_huge = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& reference = softmax.reference[m][half];
+      const float largest = row_max_of(thread_max[m][half]);
+      const float old_folded = softmax.folded[m][half], old_offset = softmax.offset(m, half, unit.to_log2);
+      float factor = 1;
+      if (largest > reference + kHeadroom / unit.to_log2) {
+        const bool first = reference == -INFINITY;
+        reference = largest;
+        const bool huge = softmax.is_huge(largest, unit.to_log2);
+        softmax.folded[m][half] = huge ? 0.f : largest * unit.to_log2;
+        const float new_offset = huge ? largest : 0.f;
+        factor = first ? 0.f
+                       : ptx::exp2_approximate((old_offset - new_offset) * unit.to_log2 +
+                                               (old_folded - softmax.folded[m][half]));
+      }
+      softmax.any_huge |= softmax.is_huge(reference, unit.to_log2);
+      softmax.row_sum[m][half] *= factor;
+#pragma unroll
+      for (int n = 0; n < kO; ++n) {
+        rO[m][n][2 * half] *= factor;
+        rO[m][n][2 * half + 1] *= factor;
+      }
+    }
+  softmax.any_huge = __any_sync(~0u, softmax.any_huge);
+}
+
+// Makes the reference near enough for all of S, and S ready for `exponentiate`.
+template <int kM, int kN, int kO>
+__device__ __forceinline__ void update_reference(OnlineSoftmax<kM>& softmax, float (&rS)[kM][kN][4],
+                                                 float (&rO)[kM][kO][4], ScoreUnit unit) {
+  float thread_max[kM][2];
+  bool exceeds = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = fmaxf(rS[m][0][2 * half], rS[m][0][2 * half + 1]);
+#pragma unroll
+      for (int n = 1; n < kN; ++n) largest = fmaxf(largest, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
+      thread_max[m][half] = largest;
+      exceeds |= largest > softmax.reference[m][half] + kHeadroom / unit.to_log2;
+    }
+  if (__any_sync(~0u, exceeds)) raise_reference(softmax, thread_max, rO, unit);
+
+  if (softmax.any_huge) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float offset = softmax.offset(m, half, unit.to_log2);
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          rS[m][n][2 * half] -= offset;
+          rS[m][n][2 * half + 1] -= offset;
+        }
+      }
+  }
+}
+
+// S becomes P, unnormalised, in the n8 tiles [kBegin, kEnd). -inf becomes 0.
+template <int kBegin, int kEnd, int kM, int kN>
+__device__ __forceinline__ void exponentiate(OnlineSoftmax<kM>& softmax, float (&rS)[kM][kN][4], ScoreUnit unit) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = kBegin; n < kEnd; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float p = ptx::exp2_approximate(fmaf(rS[m][n][c], unit.to_log2, -softmax.folded[m][c / 2]));
+        softmax.row_sum[m][c / 2] += p;
+        rS[m][n][c] = p;
+      }
+}
+
+// What a finished row needs: its statistics, and the factor that normalises its O.
+struct FinishedRow {
+  RowStatistics<float> statistics;
+  float normalise;
+};
+
+// `sink` is a logit that joins the denominator; -inf: none. `row_sum` is the whole row's.
+__device__ __forceinline__ FinishedRow finish_row(float reference, float folded, float row_sum, float sink,
+                                                  ScoreUnit unit) {
+  float natural = reference * unit.to_natural, correction = 0;
+  if (reference == -INFINITY) {
+    natural = -INFINITY;
+  } else {
+    // The sum is relative to `folded`, or to m itself; the statistics promise the stored R. The two products differ in
+    // their last bits, which is much at large logits: the differences are exact.
+    if (!OnlineSoftmax<1>::is_huge(reference, unit.to_log2)) correction = -fmaf(reference, unit.to_log2, -folded);
+    correction += fmaf(reference, unit.to_natural, -natural) * kLog2E<float>;
+  }
+  const float sum = row_sum * exp2f(correction);
+  const Merge<float> with_sink = merge(natural, sink);
+  const float total = sum * with_sink.scale_a + with_sink.scale_b;
+  const float share = sink == -INFINITY ? 1.f : sum * with_sink.scale_a / total;
+  return {make_statistics(with_sink.row_max, total), row_sum == 0 ? 0.f : share / row_sum};
+}
+
+}  // namespace flash
