@@ -78,6 +78,7 @@ ISA_UNITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 # Architecture of the table → the one -gencode of its units. 90a, not 90: wgmma and setmaxnreg exist there alone.
+# Units of sm75 and sm80 carry PTX as well, which newer GPUs compile for themselves.
 GENCODES = {
     "sm75": "arch=compute_75,code=[sm_75,compute_75]",
     "sm80": "arch=compute_80,code=[sm_80,compute_80]",
@@ -345,13 +346,14 @@ def toolkit_of(nvcc: str) -> Path:
 
 
 def present_archs() -> set[str]:
-    """Architectures whose machine code runs on the GPUs of this machine: same major version, minor up to theirs."""
+    """Architectures whose code runs on this machine's GPUs: same major version, minor up to theirs; or sm80's PTX."""
     tool = shutil.which("nvidia-smi")
     command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"] if tool else ["true"]
     answer = subprocess.run(command, capture_output=True, text=True).stdout
     capabilities = {int(major) * 10 + int(minor) for major, minor in re.findall(r"^(\d+)\.(\d)$", answer, re.MULTILINE)}
     numbers = {arch: int(arch.removeprefix("sm")) for arch in GENCODES}
-    return {a for a, n in numbers.items() for c in capabilities if n // 10 == c // 10 and n <= c}
+    native = {a for a, n in numbers.items() for c in capabilities if n // 10 == c // 10 and n <= c}
+    return native | ({"sm80"} if any(c >= 80 for c in capabilities) else set())
 
 
 def plan_gpu(table: Sequence[Kernel], environ: Mapping[str, str]) -> GpuPlan:
@@ -366,6 +368,8 @@ def plan_gpu(table: Sequence[Kernel], environ: Mapping[str, str]) -> GpuPlan:
         if arch != "all" and arch not in known:
             raise BuildError(f"FLASH_ATTN_CUDA_ARCHS names {arch}; {KERNEL_TABLE} has {', '.join(sorted(known))}")
     archs = (known if "all" in asked else set(asked)) if asked else present_archs() & known
+    if any(int(arch.removeprefix("sm")) >= 80 for arch in archs):
+        archs |= {"sm80"} & known  # whatever newer card the library meets, it has PTX for it
     if not archs:
         return GpuPlan(reason="no GPU that the kernels run on was found at build time; FLASH_ATTN_CUDA_ARCHS names one")
     nvcc = find_nvcc(environ)

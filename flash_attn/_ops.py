@@ -113,10 +113,10 @@ VARIANTS = ("plain", "modified", "biased")  # Variant of csrc/common/kernel_key.
 
 
 @lru_cache(maxsize=1024)
-def gpu_plan(device: int, dtype: torch.dtype, dim: int, dim_v: int, variant: str) -> GpuPlan:
-    """What the library would use on CUDA device number `device`."""
+def gpu_plan(device: int, dtype: torch.dtype, dim: int, dim_v: int, variant: str, keys: int = 0) -> GpuPlan:
+    """What the library would use on CUDA device number `device` for sequences of that many keys."""
     numbers, reason = torch.ops.flash_attn.gpu_plan(
-        device, DATA_TYPES.index(dtype), dim, dim_v, VARIANTS.index(variant)
+        device, DATA_TYPES.index(dtype), dim, dim_v, VARIANTS.index(variant), keys
     )
     if numbers.numel() == 0:
         return GpuPlan(bytes(reason.tolist()).decode())
@@ -125,7 +125,8 @@ def gpu_plan(device: int, dtype: torch.dtype, dim: int, dim_v: int, variant: str
 
 
 def variant_of(problem: Problem, bias: Tensor | None) -> str:
-    """What a call needs of its kernel: as `variant_of` in csrc/gpu/plan.h decides, up to unusual scales."""
+    """What a call needs of its kernel: as `variant_of` in csrc/gpu/plan.h decides, up to unusual scales and
+    strides."""
     if bias is not None or problem.mask is not None:
         return "biased"
     return "modified" if problem.softcap > 0 or problem.alibi_slopes is not None or problem.drops else "plain"

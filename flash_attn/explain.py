@@ -132,7 +132,8 @@ def explain(
         return Explanation(chosen, f"{name} micro-kernels", (rows, keys), threads, forward, backward, refusals)
     if chosen == "mma_sync":
         index = q.device.index if q.device.index is not None else torch.cuda.current_device()
-        plan = _ops.gpu_plan(index, q.dtype, dim, dim_v, _ops.variant_of(problem, bias))
+        variant = _ops.variant_of(problem, bias)
+        plan = _ops.gpu_plan(index, q.dtype, dim, dim_v, variant, problem.max_seqlen_k)
         name = f"mma_sync kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}; backward: PyTorch"
         return Explanation(chosen, name, plan.tile, 1, 0, 0, refusals)
     if chosen == "reference":

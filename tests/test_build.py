@@ -168,14 +168,14 @@ def test_plan_selects(gpu_tree: dict[str, str], monkeypatch: pytest.MonkeyPatch)
     sm80 = ["fwd_mma_sync_sm80_bf16_128_plain", "fwd_mma_sync_sm80_bf16_128_biased"]
     sm90 = ["bwd_wgmma_sm90_bf16_128_plain"]
     assert plan(FLASH_ATTN_CUDA_ARCHS="all") == sm80 + sm90
-    assert plan(FLASH_ATTN_CUDA_ARCHS="sm90") == sm90
+    assert plan(FLASH_ATTN_CUDA_ARCHS="sm90") == sm80 + sm90  # PTX for whatever comes
     assert plan(FLASH_ATTN_CUDA_ARCHS="sm80;sm90", FLASH_ATTN_KERNELS="biased BF16") == sm80[1:]
     with pytest.raises(SystemExit, match="sm75"):
         plan(FLASH_ATTN_CUDA_ARCHS="sm75")
     with pytest.raises(SystemExit, match="leaves nothing"):
         plan(FLASH_ATTN_CUDA_ARCHS="sm80", FLASH_ATTN_KERNELS="fp8")
     monkeypatch.setattr(build, "present_archs", lambda: {"sm90"})
-    assert plan() == sm90
+    assert plan() == sm80 + sm90
 
 
 def test_find_nvcc(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_present_archs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     for answer, archs in (
         ("8.6", {"sm80", "sm86"}),
-        ("9.0", {"sm90"}),
+        ("9.0", {"sm80", "sm90"}),
         ("7.0", set()),
-        ("12.0\n7.5", {"sm75", "sm120"}),
+        ("12.0\n7.5", {"sm75", "sm80", "sm120"}),
     ):
         tool.write_text(f"#!/bin/sh\necho '{answer}'\n")
         tool.chmod(0o755)

@@ -1,4 +1,4 @@
-"""csrc/common and parts of csrc/cpu, by brute force in C++ programs of their own, under UBSan."""
+"""csrc/common and parts of csrc/cpu and csrc/gpu, by brute force in C++ programs of their own, under UBSan."""
 
 import os
 import platform
@@ -42,6 +42,11 @@ def test_common(tmp_path: Path) -> None:
 
 def test_cpu_parts(tmp_path: Path) -> None:
     run("test_cpu_parts.cpp", [str(ROOT / "csrc/cpu/micro_kernels.cpp"), *isa_objects(tmp_path)], tmp_path)
+
+
+def test_gpu_plan(tmp_path: Path) -> None:
+    """Kernel, tile and order for cards with 48, 64, 99, 163 and 227 KB of shared memory: no GPU is needed."""
+    run("test_gpu_plan.cpp", [], tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")

@@ -31,7 +31,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const Forward call = build_forward(q, k, v, bias, sink, options);
   const FwdParams& params = call.params;
   const bool packed = params.rows_q.cu_seqlens.given();
-  const std::string problem = gpu::forward(params, packed ? max_seqlen_q : params.rows_q.rows, device, stream);
+  const std::string problem = gpu::forward(params, packed ? max_seqlen_q : params.rows_q.rows,
+                                           packed ? max_seqlen_k : params.rows_k.rows, device, stream);
   FLASH_CHECK(problem.empty(), "attention_forward: ", problem);
   return {call.out, call.lse, call.statistics};
 }
@@ -43,10 +44,11 @@ Tensor letters(const std::string& text) {
   return result;
 }
 
-std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, int64_t dim_v, int64_t variant) {
+std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, int64_t dim_v, int64_t variant,
+                                    int64_t keys) {
   FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
   FLASH_CHECK(variant >= 0 && variant <= 2, "variant must be in [0, 2], is ", variant);
-  const gpu::Plan plan = gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant)},
+  const gpu::Plan plan = gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys},
                                    static_cast<int>(device));
   std::array<int64_t, 5> values{};
   if (plan.choice) {

@@ -31,7 +31,7 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   // What a call would use on a GPU (dtype in the order of DataType, variant of Variant): numbers (arch, head dim, variant,
   // tile rows, tile keys), or none and the letters of the reason.
   m.def(
-      "gpu_plan(int device, int dtype, int dim, int dim_v, int variant) -> (Tensor numbers, Tensor reason)");
+      "gpu_plan(int device, int dtype, int dim, int dim_v, int variant, int keys) -> (Tensor numbers, Tensor reason)");
   // For tests: as if GPUs had no more than this capability (10 · major + minor) and shared memory; 0 = no limit.
   m.def("gpu_limit_card(int capability, int block_shared) -> int");
 }

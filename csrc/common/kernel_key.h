@@ -12,7 +12,7 @@ enum class Arch : int { sm75 = 75, sm80 = 80, sm86 = 86, sm89 = 89, sm90 = 90, s
 enum class Variant : int {
   plain,     // S = scale · QKᵀ with scale > 0; causal, window, lengths, GQA, sink
   modified,  // and any scale, softcap, ALiBi, dropout
-  biased,    // and a bias, a mask
+  biased,    // and a bias, a mask, rows at any address
 };
 
 struct KernelKey {

@@ -13,8 +13,7 @@ using FwdFunction = int (*)(const FwdParams&, const FwdLaunch&, void*);
 
 // Every line of the table that this build selected.
 constexpr std::array kFwdKeys{
-#define FWD(family, arch, dtype, head_dim, variant) \
-  KernelKey{Arch::arch, table::dtype, head_dim, Variant::variant},
+#define FWD(family, arch, dtype, head_dim, variant) KernelKey{Arch::arch, table::dtype, head_dim, Variant::variant},
 #include "selected_kernels.def"
 #undef FWD
 };
@@ -91,8 +90,8 @@ Plan plan(const Request& request, int device) {
                             describe(device, card)};
 }
 
-std::string forward(const FwdParams& params, int64_t max_rows_q, int device, void* stream) {
-  const Plan found = plan({params.dtype, params.dim, params.dim_v, variant_of(params)}, device);
+std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream) {
+  const Plan found = plan({params.dtype, params.dim, params.dim_v, variant_of(params), max_rows_k}, device);
   if (!found.choice) return found.reason;
   const auto launch = make_launch(params, *found.choice, max_rows_q, card_of(device).l2_bytes);
   if (!launch) return "more rows or heads than one launch can cover";

@@ -18,8 +18,8 @@ struct Plan {
 Plan plan(const Request& request, int device);
 
 // Writes out, lse and the statistics of every real row; rows outside the sequences are left as they are. Returns what
-// went wrong, or nothing. The device must be current; nothing waits for it.
-std::string forward(const FwdParams& params, int64_t max_rows_q, int device, void* stream);
+// went wrong, or nothing. `max_rows_*`: of the longest sequence. The device must be current; nothing waits for it.
+std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream);
 
 // For tests: as if the card had no more than this capability and shared memory. 0: no limit.
 void limit_card(int capability, int block_shared);

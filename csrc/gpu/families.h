@@ -12,6 +12,7 @@ struct FwdLaunch {
   TileOrder order;
   uint32_t blocks = 0;
   int tile = 0;                // index into the family's tiles of the key
+  uint32_t group = 1;          // query heads of a key head
   float scale = 1;             // of QKᵀ
   bool vectorised_qk = false;  // rows can be copied 16 bytes at a time
   bool vectorised_v = false;

@@ -15,7 +15,7 @@ namespace flash {
 
 // What decides about a card.
 struct Card {
-  int capability = 0;     // 10 · major + minor
+  int capability = 0;    // 10 · major + minor
   int block_shared = 0;  // bytes of shared memory that a CTA may ask for
   int sm_shared = 0;     // bytes that an SM has for all of its CTAs, of which each takes kReservedShared more
   int64_t l2_bytes = 0;
@@ -25,6 +25,7 @@ struct Request {
   DataType dtype = DataType::kFloat32;
   int64_t dim = 0, dim_v = 0;
   Variant variant = Variant::plain;
+  int64_t keys = 0;  // of the longest sequence
 };
 
 struct Choice {
@@ -34,13 +35,14 @@ struct Choice {
 
 inline constexpr int kReservedShared = 1024;
 
-// The first tile of which as many CTAs fit on an SM as its registers allow; if there is none, the last that fits at all.
-inline std::optional<int> choose_tile(KernelKey key, const Card& card) {
+// The first tile for that many keys of which as many CTAs fit on an SM as its registers allow; if there is none, the
+// last that fits at all.
+inline std::optional<int> choose_tile(KernelKey key, const Card& card, int64_t keys) {
   const mma_sync::Tiles tiles = mma_sync::fwd_tiles(key);
   std::optional<int> fits;
   for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].rows > 0; ++i) {
-    const int bytes = tiles[i].shared_bytes(key.head_dim);
-    if (bytes > card.block_shared) continue;
+    const int bytes = tiles[i].shared_bytes(key.head_dim) + mma_sync::kStaticShared;
+    if (bytes > card.block_shared || keys < tiles[i].from_keys) continue;
     fits = i;
     if (tiles[i].ctas * (bytes + kReservedShared) <= card.sm_shared) break;
   }
@@ -55,7 +57,7 @@ inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, con
     if (static_cast<int>(key.arch) > card.capability || key.dtype != request.dtype || key.head_dim < dim ||
         key.variant < request.variant)
       continue;
-    const std::optional<int> tile = choose_tile(key, card);
+    const std::optional<int> tile = choose_tile(key, card, request.keys);
     if (!tile) continue;
     const auto rank = [](const KernelKey& k) {
       return std::tuple(-static_cast<int>(k.arch), k.head_dim, static_cast<int>(k.variant));
@@ -65,10 +67,17 @@ inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, con
   return best;
 }
 
+// Whether rows can be read or written 16 bytes at a time.
+inline bool is_vectorised(const Operand& x) {
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.batch_stride % 8 == 0 && x.row_stride % 8 == 0 &&
+         x.head_stride % 8 == 0;
+}
+
 // The simplest variant that has what the call needs. A scale that is not well inside fp32's range, or not positive, is
 // applied before the maximum is taken.
 inline Variant variant_of(const AttentionParams& p) {
-  if (p.bias.given() || p.mask.given()) return Variant::biased;
+  const bool vectorised = is_vectorised(p.q) && is_vectorised(p.k) && is_vectorised(p.v);
+  if (p.bias.given() || p.mask.given() || !vectorised) return Variant::biased;
   const bool plain_scale = 0x1p-60 < p.score.scale && p.score.scale < 0x1p+60;
   const bool modified = p.score.softcap > 0 || p.score.alibi_slopes != nullptr || p.dropout.given();
   return modified || !plain_scale ? Variant::modified : Variant::plain;
@@ -83,12 +92,6 @@ inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
   return static_cast<uint32_t>(std::clamp<int64_t>(l2_bytes / 2 / head_bytes, 4, 32));
 }
 
-// Whether rows can be read or written 16 bytes at a time.
-inline bool is_vectorised(const Operand& x) {
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.batch_stride % 8 == 0 && x.row_stride % 8 == 0 &&
-         x.head_stride % 8 == 0;
-}
-
 // `max_rows_q`: the longest sequence of queries. nullopt: more tiles than a grid can have, or rows than positions.
 inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, int64_t max_rows_q, int64_t l2_bytes) {
   constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;
@@ -98,16 +101,15 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
   if (max_rows_q > kMostRows || (!packed && p.rows_k.rows > kMostRows) || all_heads > kMostBlocks ||
       all_heads * m_blocks > kMostBlocks)
     return std::nullopt;
-  // Turing's copies are whole chunks.
-  const auto whole = [&](int64_t dim) { return choice.key.arch >= Arch::sm80 || dim % 8 == 0; };
   FwdLaunch launch;
   launch.order = {static_cast<uint32_t>(m_blocks), static_cast<uint32_t>(p.heads), static_cast<uint32_t>(all_heads),
                   head_group(p, l2_bytes)};
   launch.blocks = static_cast<uint32_t>(all_heads * m_blocks);
   launch.tile = choice.tile;
+  launch.group = static_cast<uint32_t>(p.group());
   launch.scale = static_cast<float>(p.score.scale);
-  launch.vectorised_qk = is_vectorised(p.q) && is_vectorised(p.k) && whole(p.dim);
-  launch.vectorised_v = is_vectorised(p.v) && whole(p.dim_v);
+  launch.vectorised_qk = is_vectorised(p.q) && is_vectorised(p.k);
+  launch.vectorised_v = is_vectorised(p.v);
   launch.vectorised_out = is_vectorised(p.out);
   launch.max_rows_q = max_rows_q;
   return launch;

@@ -48,12 +48,12 @@ struct Fwd {
   static constexpr int kM = kWarpRows / 16, kN = kKeys / 8, kO = kHeadDim / 8;  // m16, n8 tiles of S and of O
   static constexpr int kDepth = kHeadDim / 16;                                  // k16 steps of QKᵀ
   static constexpr int kBytesQ = kTile.q_bytes(kHeadDim), kBytesKV = kTile.kv_bytes(kHeadDim);
-  using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads>;
-  using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads>;
   using ReaderQ = BlockReader<kRows, kHeadDim>;
   using ReaderKV = BlockReader<kKeys, kHeadDim>;
   static constexpr bool kModified = kKey.variant != Variant::plain;
   static constexpr bool kBiased = kKey.variant == Variant::biased;
+  using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased>;
+  using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads, kBiased>;
   static constexpr int kPart = kModified ? 32 : 16;  // keys that P is made for at a time; dropout draws for 32
   static_assert(kKeys % 32 == 0 && kWarpRows % 16 == 0);
 };
@@ -83,7 +83,7 @@ __device__ __forceinline__ void score_product(float (&rS)[F::kM][F::kN][4], cons
     for (int block = 0; block < kBlocks; ++block) {
       const int step = depth * kBlocks + block, next = step + 1;
       if (next < F::kDepth * kBlocks) sK.load(fK[next % 2], next % kBlocks, next / kBlocks);
-      const uint32_t(&b)[4] = fK[step % 2];
+      const uint32_t (&b)[4] = fK[step % 2];
 #pragma unroll
       for (int m = 0; m < F::kM; ++m) {
         if constexpr (F::kTile.q_in_registers) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void value_product(float (&rO)[F::kM][F::kO][4], floa
       for (int block = 0; block < kBlocks; ++block) {
         const int step = depth * kBlocks + block, next = step + 1;
         if (next < kDepthOfAll * kBlocks) sV.load_transposed(fV[next % 2], next / kBlocks, next % kBlocks);
-        const uint32_t(&b)[4] = fV[step % 2];
+        const uint32_t (&b)[4] = fV[step % 2];
 #pragma unroll
         for (int m = 0; m < F::kM; ++m) {
           multiply<F::kKey>(rO[m][2 * block], rP[m], b[0], b[1]);
@@ -139,10 +139,8 @@ __device__ __forceinline__ void value_product(float (&rO)[F::kM][F::kO][4], floa
   });
 }
 
-__device__ __forceinline__ HeadRows head_rows(const Operand& x, const Rows& rows, int64_t head, int64_t dim,
-                                              bool vectorised) {
-  const auto* data = static_cast<const uint16_t*>(x.data) + x.offset(rows.batch, head, rows.first());
-  return {data, x.row_stride, static_cast<int>(dim), vectorised};
+__device__ __forceinline__ const uint16_t* first_row_of(const Operand& x, const Rows& rows, int64_t head) {
+  return static_cast<const uint16_t*>(x.data) + x.offset(rows.batch, head, rows.first());
 }
 
 // Impossible lengths (nobody on the host has read them): nothing is computed, and NaN says so.
@@ -161,154 +159,171 @@ __device__ __noinline__ void store_nan(const FwdParams& p, int64_t batch, int64_
   }
 }
 
+// What all threads of a CTA know alike. In shared memory, because S and O leave no register for it: whoever needs a
+// number reads it anew.
+struct Work {
+  TileIndex tile;
+  Sequence sequence;
+  Visibility visibility;
+  const uint16_t *gQ, *gK, *gV;  // first rows
+  int first_row, rows;           // of the tile; of the sequence
+  int n_begin, n_end;            // key blocks that are visited
+  int full_begin, full_end;      // those without an element mask
+  int seen_begin, seen_end;      // keys that some row of the tile sees: the only ones that are read
+};
+
+template <class F>
+__device__ __forceinline__ Work make_work(const FwdParams& p, const FwdLaunch& launch, const TileIndex& tile,
+                                          const Sequence& sequence) {
+  Work work{tile, sequence, make_visibility(p.window, sequence.q.length, sequence.k.length)};
+  const uint32_t head_k = static_cast<uint32_t>(tile.head) / launch.group;
+  work.gQ = first_row_of(p.q, sequence.q, tile.head);
+  work.gK = first_row_of(p.k, sequence.k, head_k);
+  work.gV = first_row_of(p.v, sequence.k, head_k);
+  work.first_row = tile.m_block * F::kRows;
+  work.rows = static_cast<int>(sequence.q.length);
+  const Range rows{work.first_row, min(work.rows, work.first_row + F::kRows)};
+  const BlockRange blocks = work.visibility.key_blocks(rows, F::kKeys);
+  const Range seen = work.visibility.keys_of_any(rows);
+  work.n_begin = static_cast<int>(blocks.begin);
+  work.n_end = static_cast<int>(blocks.end);
+  work.full_begin = static_cast<int>(blocks.full_begin);
+  work.full_end = static_cast<int>(blocks.full_end);
+  work.seen_begin = static_cast<int>(seen.begin);
+  work.seen_end = static_cast<int>(seen.end);
+  return work;
+}
+
 // (The key comes in parts: nvcc 13 writes stubs that do not compile for kernels with class-type arguments.)
 template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, int kThreads, int kCtas>
 __global__ void __launch_bounds__(kThreads, kCtas)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ FwdLaunch launch) {
   using F = Fwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
   extern __shared__ __align__(1024) uint8_t shared[];
+  __shared__ __align__(16) uint8_t work_bytes[sizeof(Work)];  // bytes, because a Work would want to be constructed
+  Work& work = *reinterpret_cast<Work*>(work_bytes);
   const uint32_t sQ = ptx::shared_address(shared);
   const uint32_t sKV = sQ + F::kBytesQ;  // [stage][K, V]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   // ---- The tile of this CTA ----
-  const TileIndex tile = launch.order.tile(blockIdx.x);
-  const Sequence sequence = flash::sequence(p, tile.batch);
-  if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
-      !rows_are_possible(p.rows_k, sequence.k, tile.batch, -1)) {
-    if (tile.m_block == 0) store_nan<F::kThreads>(p, tile.batch, tile.head);
-    return;
+  {
+    const TileIndex tile = launch.order.tile(blockIdx.x);
+    const Sequence sequence = flash::sequence(p, tile.batch);
+    if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
+        !rows_are_possible(p.rows_k, sequence.k, tile.batch, -1)) {
+      if (tile.m_block == 0) store_nan<F::kThreads>(p, tile.batch, tile.head);
+      return;
+    }
+    if (tile.m_block * F::kRows >= sequence.q.length) return;
+    if (threadIdx.x == 0) work = make_work<F>(p, launch, tile, sequence);
   }
-  const int rows = static_cast<int>(sequence.q.length), first_row = tile.m_block * F::kRows;
-  if (first_row >= rows) return;
-  const Visibility visibility = make_visibility(p.window, sequence.q.length, sequence.k.length);
-  const Range row_range{first_row, min(rows, first_row + F::kRows)};
-  const BlockRange blocks = visibility.key_blocks(row_range, F::kKeys);
-  const Range seen = visibility.keys_of_any(row_range);
-  const int n_begin = static_cast<int>(blocks.begin), n_end = static_cast<int>(blocks.end);
-  const int full_begin = static_cast<int>(blocks.full_begin), full_end = static_cast<int>(blocks.full_end);
-  const int seen_begin = static_cast<int>(seen.begin), seen_end = static_cast<int>(seen.end);
+  __syncthreads();  // everybody reads `work` from here on
+  const auto place = [&] {
+    return FragmentPlace{work.first_row + warp * F::kWarpRows + lane / 4, lane % 4 * 2, work.rows,
+                         static_cast<int>(work.sequence.k.length)};
+  };
 
-  const int64_t head_k = tile.head / p.group();
-  const HeadRows gQ = head_rows(p.q, sequence.q, tile.head, p.dim, launch.vectorised_qk);
-  const HeadRows gK = head_rows(p.k, sequence.k, head_k, p.dim, launch.vectorised_qk);
-  const HeadRows gV = head_rows(p.v, sequence.k, head_k, p.dim_v, launch.vectorised_v);
-  const FragmentPlace place{first_row + warp * F::kWarpRows + lane / 4, lane % 4 * 2, rows,
-                            static_cast<int>(sequence.k.length)};
-  const DiagonalInterval diagonal(visibility, place.row);
-
-  const ScoreUnit unit = F::kModified ? ScoreUnit{1.f, kLog2E<float>}
-                                      : ScoreUnit{launch.scale, launch.scale * kLog2E<float>};
+  const ScoreUnit unit =
+      F::kModified ? ScoreUnit{1.f, kLog2E<float>} : ScoreUnit{launch.scale, launch.scale * kLog2E<float>};
   float slope = 0;
   DropoutStream dropout{};
   if constexpr (F::kModified) {
-    slope = alibi_slope<float>(p.score, tile.batch, tile.head);
-    if (p.dropout.given()) dropout = dropout_stream(p.dropout.seed, tile.batch, tile.head);
+    slope = alibi_slope<float>(p.score, work.tile.batch, work.tile.head);
+    if (p.dropout.given()) dropout = dropout_stream(p.dropout.seed, work.tile.batch, work.tile.head);
   }
 
   // ---- Prologue: Q and the last K as one group of copies, the last V as another ----
+  // Blocks before the first one are loaded too, as nothing: no row of them is seen.
   const auto load_k = [&](int n, int stage) {
-    F::CopyKV::load(sKV + stage * 2 * F::kBytesKV, gK, n * F::kKeys, seen_begin, seen_end);
+    const HeadRows gK{work.gK, p.k.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
+    F::CopyKV::load(sKV + stage * 2 * F::kBytesKV, gK, n * F::kKeys, work.seen_begin, work.seen_end);
+    F::CopyKV::commit();
   };
   const auto load_v = [&](int n, int stage) {
-    F::CopyKV::load(sKV + (stage * 2 + 1) * F::kBytesKV, gV, n * F::kKeys, seen_begin, seen_end);
+    const HeadRows gV{work.gV, p.v.row_stride, static_cast<int>(p.dim_v), launch.vectorised_v};
+    F::CopyKV::load(sKV + (stage * 2 + 1) * F::kBytesKV, gV, n * F::kKeys, work.seen_begin, work.seen_end);
+    F::CopyKV::commit();
   };
   OnlineSoftmax<F::kM> softmax;
   float rO[F::kM][F::kO][4] = {};
   uint32_t rQ[F::kTile.q_in_registers ? F::kDepth : 1][F::kM][4];
   const auto reader_q = F::ReaderQ::rows_first(sQ + warp * F::kWarpRows * Panels<F::kHeadDim>::kRowBytes, lane);
-
-  if (n_begin < n_end) {
-    F::CopyQ::load(sQ, gQ, first_row, 0, rows);
-    load_k(n_end - 1, 0);
-    F::CopyKV::commit();
-    load_v(n_end - 1, 0);
-    F::CopyKV::commit();
+  const int n_begin = work.n_begin, full_begin = work.full_begin, full_end = work.full_end;
+  int n = work.n_end - 1;
+  if (n >= n_begin) {
+    const HeadRows gQ{work.gQ, p.q.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
+    F::CopyQ::load(sQ, gQ, work.first_row, 0, work.rows);
+    load_k(n, 0);
+    load_v(n, 0);
+    F::CopyKV::template wait<1>();
+    __syncthreads();  // everybody's Q and K are there
+    if constexpr (F::kTile.q_in_registers) {
+#pragma unroll
+      for (int depth = 0; depth < F::kDepth; ++depth)
+#pragma unroll
+        for (int m = 0; m < F::kM; ++m) reader_q.load(rQ[depth][m], m, depth);
+    }
   }
 
   // ---- Key blocks, from the diagonal back ----
   int stage = 0;
 #pragma unroll 1
-  for (int n = n_end - 1; n >= n_begin; --n) {
-    const bool first = n == n_end - 1;
-    if (F::kTile.stages == 1 || first)
-      F::CopyKV::template wait<1>();  // K; V may be on its way
-    else
-      F::CopyKV::template wait<0>();
-    __syncthreads();  // everybody's copies of this block are there; nobody reads the last block any more
-    if (first) {
-      if constexpr (F::kTile.q_in_registers) {
-#pragma unroll
-        for (int depth = 0; depth < F::kDepth; ++depth)
-#pragma unroll
-          for (int m = 0; m < F::kM; ++m) reader_q.load(rQ[depth][m], m, depth);
-      }
-    }
-    const uint32_t sK = sKV + stage * 2 * F::kBytesKV, sV = sK + F::kBytesKV;
-    if constexpr (F::kTile.stages == 2) {
-      stage ^= 1;
-      if (n > n_begin) {
-        load_k(n - 1, stage);
-        load_v(n - 1, stage);
-      }
-      F::CopyKV::commit();
-    }
+  for (; n >= n_begin; --n) {
+    const uint32_t sK = ptx::opaque(sKV) + stage * 2 * F::kBytesKV, sV = sK + F::kBytesKV;
 
     // S = Q Kᵀ, then the logits
     float rS[F::kM][F::kN][4];
-    score_product<F>(rS, reader_q, rQ, F::ReaderKV::columns_first(sK, lane));
+    score_product<F>(rS, {ptx::opaque(reader_q.address)}, rQ, F::ReaderKV::columns_first(sK, lane));
     const int first_key = n * F::kKeys;
     if constexpr (F::kModified)
-      scale_and_modify(rS, place, launch.scale, static_cast<float>(p.score.softcap), slope, visibility.diagonal,
+      scale_and_modify(rS, place(), launch.scale, static_cast<float>(p.score.softcap), slope, work.visibility.diagonal,
                        first_key);
-    if constexpr (F::kBiased) add_bias_and_mask<F::kKey.dtype>(rS, place, p, sequence, tile.head, first_key);
-    if (n < full_begin || n >= full_end) hide_unseen(rS, place, diagonal, first_key);
-
+    if constexpr (F::kBiased)
+      add_bias_and_mask<F::kKey.dtype>(rS, place(), p, work.sequence, work.tile.head, first_key);
+    if (n < full_begin || n >= full_end)
+      hide_unseen(rS, place(), DiagonalInterval(work.visibility, place().row), first_key);
     update_reference(softmax, rS, rO, unit);
 
     // P = exp(S - m), O += P V
-    if (F::kTile.stages == 1) {
-      F::CopyKV::template wait<0>();
-      __syncthreads();  // everybody's V is there, and nobody reads K any more
-      if (n > n_begin) load_k(n - 1, 0);
-      F::CopyKV::commit();
-    } else if (first) {
-      F::CopyKV::template wait<1>();
-      __syncthreads();  // everybody's first V is there
-    }
+    F::CopyKV::template wait<0>();
+    __syncthreads();  // everybody's V is there, and nobody reads this K, or the block before, any more
+    stage = F::kTile.stages == 2 ? stage ^ 1 : 0;
+    load_k(n - 1, stage);
+    if constexpr (F::kTile.stages == 2) load_v(n - 1, stage);
     value_product<F>(rO, rS, softmax, unit, F::ReaderKV::rows_first(sV, lane), [&](auto part) {
       if constexpr (F::kModified) {
-        if (p.dropout.given()) drop<part.value * F::kPart / 8>(rS, place, dropout, p.dropout.threshold, first_key);
+        if (p.dropout.given()) drop<part.value * F::kPart / 8>(rS, place(), dropout, p.dropout.threshold, first_key);
       }
     });
-    if (F::kTile.stages == 1) {
-      __syncthreads();  // nobody reads V any more
-      if (n > n_begin) load_v(n - 1, 0);
-      F::CopyKV::commit();
-    }
+    F::CopyKV::template wait<F::kTile.stages - 1>();
+    __syncthreads();  // everybody's next K is there, and nobody reads this V any more
+    if constexpr (F::kTile.stages == 1) load_v(n - 1, 0);
   }
+  F::CopyKV::template wait<0>();
 
   // ---- Epilogue: the sink joins the sum, O is normalised, the statistics are written ----
-  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[tile.head];
+  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.tile.head];
   const float keep_scale = static_cast<float>(p.dropout.keep_scale);
 #pragma unroll
   for (int m = 0; m < F::kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const FinishedRow row = finish_row(softmax.reference[m][half], softmax.folded[m][half],
-                                         row_sum_of(softmax.row_sum[m][half]), sink, unit);
+      const FinishedRow row = finish_row(softmax, m, half, row_sum_of(softmax.row_sum[m][half]), sink, unit);
 #pragma unroll
       for (int n = 0; n < F::kO; ++n)
 #pragma unroll
         for (int c = 0; c < 2; ++c) rO[m][n][2 * half + c] *= row.normalise * keep_scale;
-      const int position = place.row + 16 * m + 8 * half;
-      if (lane % 4 == 0 && position < rows) store_statistics(p, sequence, tile.head, position, row.statistics);
+      const int position = place().row + 16 * m + 8 * half;
+      if (lane % 4 == 0 && position < work.rows)
+        store_statistics(p, work.sequence, work.tile.head, position, row.statistics);
     }
   stage_output<F::kKey.dtype, F::kRows, F::kHeadDim, F::kM>(sQ, rO, warp * F::kWarpRows, lane);
   __syncwarp();  // a warp's rows of Q are read by nobody else
-  auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(sequence.q.batch, tile.head, sequence.q.first());
+  const Rows& rows = work.sequence.q;
+  auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(rows.batch, work.tile.head, rows.first());
   store_rows<F::kRows, F::kHeadDim, F::kWarpRows>(
-      sQ, out, {nullptr, p.out.row_stride, static_cast<int>(p.dim_v), launch.vectorised_out}, first_row, rows,
+      sQ, out, {nullptr, p.out.row_stride, static_cast<int>(p.dim_v), launch.vectorised_out}, work.first_row, work.rows,
       warp * F::kWarpRows, lane);
 }
 
@@ -317,7 +332,8 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* stream) 
   using F = Fwd<kKey, kTile>;
   constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim);
   const auto kernel = fwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, F::kTile.ctas>;
-  if (kSharedBytes > 48 * 1024) {
+  static_assert(sizeof(Work) <= kStaticShared);
+  if (kSharedBytes + kStaticShared > 48 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
     if (error != cudaSuccess) return error;
   }
@@ -338,7 +354,7 @@ int launch_fwd(const FwdParams& params, const FwdLaunch& launch, void* stream) {
 
 }  // namespace flash::mma_sync
 
-#define FLASH_ATTN_INSTANTIATE_FWD(family, arch, dtype, head_dim, variant)                                 \
-  template int flash::family::launch_fwd<flash::KernelKey{flash::Arch::arch, flash::table::dtype, head_dim, \
-                                                          flash::Variant::variant}>(                       \
-      const flash::FwdParams&, const flash::FwdLaunch&, void*);
+#define FLASH_ATTN_INSTANTIATE_FWD(family, arch, dtype, head_dim, variant)                                   \
+  template int flash::family::launch_fwd<flash::KernelKey{flash::Arch::arch, flash::table::dtype, head_dim,  \
+                                                          flash::Variant::variant}>(const flash::FwdParams&, \
+                                                                                    const flash::FwdLaunch&, void*);

@@ -13,6 +13,7 @@ struct Tile {
   int stages = 1;               // buffers for a block of K and V
   bool q_in_registers = false;  // Q's fragments are kept, not read again for every block
   int ctas = 1;                 // on an SM at once, as far as registers allow
+  int from_keys = 0;            // the length of sequences from which on it is the better choice
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int warp_rows() const { return rows / warps; }
@@ -21,24 +22,35 @@ struct Tile {
   constexpr int shared_bytes(int head_dim) const { return q_bytes(head_dim) + 2 * stages * kv_bytes(head_dim); }
 };
 
-// In order of preference: the first that the card has the shared memory for is used. Unused places have no rows.
+// What a CTA takes beside its tiles.
+inline constexpr int kStaticShared = 512;
+
+// In order of preference: the first that suits the card and the call is used. Unused places have no rows.
 using Tiles = std::array<Tile, 3>;
 
-// Warps of 32 rows: with 16, reading K and V from shared memory takes longer than the products. From head dim 192 on,
-// the registers leave no choice.
+// What an H200 preferred; numbers are TFLOP/s, of the 620 that mma.sync alone reaches there.
+//
+// Warps have 32 rows up to head dim 128: with 16, reading K and V from shared memory takes longer than the products
+// (d 128: 250 instead of 360). From 192 on O leaves no registers for it, and more keys at a time make up for some. At
+// head dim 64 short sequences want three CTAs on an SM, long ones Q in registers (16k: 354 instead of 333; 512: 242
+// instead of 263). Two buffers for K and V gain 3 to 7 % over one. What a variant adds to registers decides the rest.
 constexpr Tiles fwd_tiles(KernelKey key) {
-  const bool turing = key.arch == Arch::sm75;
-  if (key.head_dim <= 64) return {{{128, 64, 4, 1, true, 2}}};
-  if (turing) {
+  if (key.arch == Arch::sm75) {  // 64 KB; not measured, for want of a card
+    if (key.head_dim <= 64) return {{{128, 64, 4, 1, true, 2}}};
     if (key.head_dim <= 128) return {{{128, 32, 8, 1, false, 1}}};
-    return {{{64, 32, 4, 1, false, 1}, {32, 32, 2, 1, false, 1}}};
+    if (key.head_dim <= 192) return {{{64, 32, 4, 1, false, 1}}};
+    return {{{32, 32, 2, 1, false, 1}}};
+  }
+  if (key.head_dim <= 64) {
+    if (key.variant == Variant::plain) return {{{128, 64, 4, 2, true, 2, 1536}, {128, 64, 4, 2, false, 3}}};
+    return {{{128, 64, 4, 1, true, 2}}};
   }
   if (key.head_dim <= 128) {
     if (key.variant == Variant::biased) return {{{128, 64, 8, 1, true, 1}, {128, 32, 8, 1, true, 1}}};
-    if (key.variant == Variant::modified) return {{{128, 32, 4, 1, false, 2}}};
-    return {{{256, 64, 8, 2, false, 1}, {128, 32, 4, 1, false, 2}}};
+    if (key.variant == Variant::modified) return {{{128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
+    return {{{128, 64, 4, 2, false, 2}, {128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
   }
-  return {{{128, 64, 8, 1, false, 1}, {128, 32, 8, 1, false, 1}}};
+  return {{{128, 96, 8, 1, false, 1, 1536}, {128, 64, 8, 1, false, 1}, {128, 32, 8, 1, false, 1}}};
 }
 
 }  // namespace flash::mma_sync

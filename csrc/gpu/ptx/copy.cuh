@@ -36,7 +36,9 @@ __device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t x) {
 
 __device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
   uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(shared)
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(shared)
                : "memory");
   return x;
 }

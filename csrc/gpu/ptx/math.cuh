@@ -14,6 +14,12 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
+// x, as if nobody knew where it came from: what is made from it is made anew instead of being kept in registers.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // (low, high), each rounded to nearest even.
 template <DataType kType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

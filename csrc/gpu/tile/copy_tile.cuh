@@ -17,28 +17,29 @@ struct HeadRows {
 
 // What one thread copies of each tile of kRows rows: chunk tid % kChunks of the rows tid / kChunks + i · kStep, in all
 // panels. Neighbours read whole lines of 128 bytes (64 where panels are narrow).
-template <Arch kArch, int kRows, int kHeadDim, int kThreads>
+// kAnyAlignment: rows may start anywhere; else all are vectorised, and there is no branch: with one, the copies cannot
+// move in among the products, which cost 8 %.
+template <Arch kArch, int kRows, int kHeadDim, int kThreads, bool kAnyAlignment>
 struct TileCopy {
   using Layout = Panels<kHeadDim>;
   static constexpr int kStep = kThreads / Layout::kChunks;
   static_assert(kThreads % Layout::kChunks == 0 && kStep % 8 == 0, "swizzles are the same in all of a thread's rows");
 
-  // tile = rows [first, first + kRows) of the head, those in `wanted`.
+  // tile = rows [first, first + kRows) of the head, those in [begin, end).
   static __device__ __forceinline__ void load(uint32_t tile, const HeadRows& head, int first, int begin, int end) {
     const int chunk = threadIdx.x % Layout::kChunks, row0 = threadIdx.x / Layout::kChunks;
-    const uint16_t* source = head.data + (first + row0) * head.row_stride + chunk * 8;
+    const uint16_t* from = head.data + (first + row0) * head.row_stride + chunk * 8;
     const uint32_t target = tile + Layout::offset(row0, chunk);
+    const int columns = head.dim - chunk * 8;
+    const auto place = static_cast<uint32_t>(first + row0 - begin), places = static_cast<uint32_t>(end - begin);
 #pragma unroll
-    for (int row = 0; row < kRows; row += kStep, source += kStep * head.row_stride) {
+    for (int row = 0; row < kRows; row += kStep, from += kStep * head.row_stride) {
       if (kRows % kStep != 0 && row0 + row >= kRows) break;
-      const int position = first + row0 + row;
-      const bool inside = begin <= position && position < end;
+      const bool inside = place + row < places;
 #pragma unroll
-      for (int panel = 0; panel < Layout::kCount; ++panel) {
-        const int columns = inside ? head.dim - (panel * Layout::kColumns + chunk * 8) : 0;
-        copy_chunk(target + (panel * kRows + row) * Layout::kRowBytes, source + panel * Layout::kColumns, columns,
-                   head.vectorised);
-      }
+      for (int panel = 0; panel < Layout::kCount; ++panel)
+        copy_chunk(target + (panel * kRows + row) * Layout::kRowBytes, from + panel * Layout::kColumns,
+                   inside ? columns - panel * Layout::kColumns : 0, head.vectorised);
     }
   }
 
@@ -46,12 +47,12 @@ struct TileCopy {
   static __device__ __forceinline__ void copy_chunk(uint32_t shared, const uint16_t* source, int columns,
                                                     bool vectorised) {
     columns = columns < 0 ? 0 : columns > 8 ? 8 : columns;
-    if (vectorised) {
-      if constexpr (kArch >= Arch::sm80) {
+    const bool whole_chunks = !kAnyAlignment || vectorised;
+    if (whole_chunks) {
+      if constexpr (kArch >= Arch::sm80)
         ptx::cp_async_16(shared, source, 2 * columns);
-      } else {  // here `vectorised` also says that all chunks are whole
-        ptx::store_shared_16(shared, columns == 0 ? uint4{} : *reinterpret_cast<const uint4*>(source));
-      }
+      else
+        ptx::store_shared_16(shared, load_chunk(source, columns));
     } else {
 #pragma unroll 1
       for (int pair = 0; pair < 4; ++pair) {
@@ -60,6 +61,16 @@ struct TileCopy {
         ptx::store_shared_4(shared + 4 * pair, low | high << 16);
       }
     }
+  }
+
+  // `columns` elements, then zeros.
+  static __device__ __forceinline__ uint4 load_chunk(const uint16_t* source, int columns) {
+    if (columns == 8) return *reinterpret_cast<const uint4*>(source);
+    uint32_t pairs[4] = {};
+#pragma unroll
+    for (int d = 0; d < 7; ++d)
+      if (d < columns) pairs[d / 2] |= static_cast<uint32_t>(source[d]) << (16 * (d % 2));
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
   }
 
   static __device__ __forceinline__ void commit() {

@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_rows(uint32_t tile, uint16_t* out, const H
                                            int first_row, int lane) {
   using Layout = Panels<kHeadDim>;
   constexpr int kChunksOfAll = kHeadDim / 8;
-#pragma unroll 1
+#pragma unroll 4
   for (int i = lane; i < kWarpRows * kChunksOfAll; i += 32) {
     const int row = first_row + i / kChunksOfAll, chunk_of_all = i % kChunksOfAll;
     const int columns = head.dim - 8 * chunk_of_all;

@@ -27,7 +27,6 @@ struct ScoreUnit {
 template <int kM>
 struct OnlineSoftmax {
   float reference[kM][2];  // m, in units of S; -inf while nothing was seen
-  float folded[kM][2];     // m · c, rounded once; 0 where nothing was seen or m is huge
   float row_sum[kM][2];    // this thread's columns only
   bool any_huge = false;   // of this warp
 
@@ -37,14 +36,17 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         reference[m][half] = -INFINITY;
-        folded[m][half] = 0;
         row_sum[m][half] = 0;
       }
   }
 
-  // What to subtract from S before it meets c.
+  // What to subtract from S before it meets c, and from the product after it: one of them is 0, both for an empty row.
   __device__ __forceinline__ float offset(int m, int half, float to_log2) const {
     return is_huge(reference[m][half], to_log2) ? reference[m][half] : 0.f;
+  }
+  __device__ __forceinline__ float folded(int m, int half, float to_log2) const {
+    const float product = reference[m][half] * to_log2;  // rounded once
+    return fabsf(product) < kLargestFolded ? product : 0.f;
   }
 
   static __device__ __forceinline__ bool is_huge(float reference, float to_log2) {
@@ -74,17 +76,15 @@ __device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, cons
     for (int half = 0; half < 2; ++half) {
       float& reference = softmax.reference[m][half];
       const float largest = row_max_of(thread_max[m][half]);
-      const float old_folded = softmax.folded[m][half], old_offset = softmax.offset(m, half, unit.to_log2);
+      const float old_folded = softmax.folded(m, half, unit.to_log2);
+      const float old_offset = softmax.offset(m, half, unit.to_log2);
       float factor = 1;
       if (largest > reference + kHeadroom / unit.to_log2) {
         const bool first = reference == -INFINITY;
         reference = largest;
-        const bool huge = softmax.is_huge(largest, unit.to_log2);
-        softmax.folded[m][half] = huge ? 0.f : largest * unit.to_log2;
-        const float new_offset = huge ? largest : 0.f;
-        factor = first ? 0.f
-                       : ptx::exp2_approximate((old_offset - new_offset) * unit.to_log2 +
-                                               (old_folded - softmax.folded[m][half]));
+        const float offset = old_offset - softmax.offset(m, half, unit.to_log2);
+        const float folded = old_folded - softmax.folded(m, half, unit.to_log2);
+        factor = first ? 0.f : ptx::exp2_approximate(offset * unit.to_log2 + folded);
       }
       softmax.any_huge |= softmax.is_huge(reference, unit.to_log2);
       softmax.row_sum[m][half] *= factor;
@@ -133,13 +133,18 @@ __device__ __forceinline__ void update_reference(OnlineSoftmax<kM>& softmax, flo
 // S becomes P, unnormalised, in the n8 tiles [kBegin, kEnd). -inf becomes 0.
 template <int kBegin, int kEnd, int kM, int kN>
 __device__ __forceinline__ void exponentiate(OnlineSoftmax<kM>& softmax, float (&rS)[kM][kN][4], ScoreUnit unit) {
+  float folded[kM][2];
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) folded[m][half] = softmax.folded(m, half, unit.to_log2);
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = kBegin; n < kEnd; ++n)
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
-        const float p = ptx::exp2_approximate(fmaf(rS[m][n][c], unit.to_log2, -softmax.folded[m][c / 2]));
+        const float p = ptx::exp2_approximate(fmaf(rS[m][n][c], unit.to_log2, -folded[m][c / 2]));
         softmax.row_sum[m][c / 2] += p;
         rS[m][n][c] = p;
       }
@@ -152,21 +157,25 @@ struct FinishedRow {
 };
 
 // `sink` is a logit that joins the denominator; -inf: none. `row_sum` is the whole row's.
-__device__ __forceinline__ FinishedRow finish_row(float reference, float folded, float row_sum, float sink,
-                                                  ScoreUnit unit) {
-  float natural = reference * unit.to_natural, correction = 0;
-  if (reference == -INFINITY) {
-    natural = -INFINITY;
-  } else {
-    // The sum is relative to `folded`, or to m itself; the statistics promise the stored R. The two products differ in
-    // their last bits, which is much at large logits: the differences are exact.
-    if (!OnlineSoftmax<1>::is_huge(reference, unit.to_log2)) correction = -fmaf(reference, unit.to_log2, -folded);
+template <int kM>
+__device__ __forceinline__ FinishedRow finish_row(const OnlineSoftmax<kM>& softmax, int m, int half, float row_sum,
+                                                  float sink, ScoreUnit unit) {
+  const float reference = softmax.reference[m][half];
+  const bool empty = reference == -INFINITY;
+  const float natural = empty ? -INFINITY : reference * unit.to_natural;
+  // The sum is relative to what was folded, or to m itself; the statistics promise the stored R. The products differ in
+  // their last bits, which is much at large logits: the differences are exact.
+  float correction = 0;
+  if (!empty) {
+    if (!softmax.is_huge(reference, unit.to_log2))
+      correction = -fmaf(reference, unit.to_log2, -softmax.folded(m, half, unit.to_log2));
     correction += fmaf(reference, unit.to_natural, -natural) * kLog2E<float>;
   }
   const float sum = row_sum * exp2f(correction);
+  if (sink == -INFINITY) return {make_statistics(natural, sum), row_sum == 0 ? 0.f : 1.f / row_sum};
   const Merge<float> with_sink = merge(natural, sink);
   const float total = sum * with_sink.scale_a + with_sink.scale_b;
-  const float share = sink == -INFINITY ? 1.f : sum * with_sink.scale_a / total;
+  const float share = sum * with_sink.scale_a / total;
   return {make_statistics(with_sink.row_max, total), row_sum == 0 ? 0.f : share / row_sum};
 }
 

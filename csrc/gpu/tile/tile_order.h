@@ -15,8 +15,8 @@ struct TileIndex {
 // Under a causal mask the last row blocks have most work, so they come first; a group bounds how many heads' keys the
 // cache must hold meanwhile.
 struct TileOrder {
-  uint32_t m_blocks = 1;  // of a head
-  uint32_t heads = 1;     // of a sequence
+  uint32_t m_blocks = 1;   // of a head
+  uint32_t heads = 1;      // of a sequence
   uint32_t all_heads = 1;  // of all sequences
   uint32_t group = 1;
 

@@ -1,0 +1,162 @@
+// Which kernel, tile and order a call gets, for cards that nobody has to own. Built with UBSan by test_common.py; prints
+// the number of checks.
+#include <cstdio>
+#include <cstdlib>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "gpu/plan.h"
+
+using namespace flash;
+
+static long checks = 0;
+#define EXPECT(condition)                                                   \
+  do {                                                                      \
+    ++checks;                                                               \
+    if (!(condition)) {                                                     \
+      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                         \
+    }                                                                       \
+  } while (0)
+
+static constexpr int kDims[] = {32, 64, 96, 128, 192, 256};
+static constexpr Variant kVariants[] = {Variant::plain, Variant::modified, Variant::biased};
+
+static std::vector<KernelKey> table() {
+  std::vector<KernelKey> keys;
+  for (int dim : kDims)
+    for (Variant variant : kVariants) {
+      keys.push_back({Arch::sm75, DataType::kFloat16, dim, variant});
+      keys.push_back({Arch::sm80, DataType::kFloat16, dim, variant});
+      keys.push_back({Arch::sm80, DataType::kBFloat16, dim, variant});
+    }
+  return keys;
+}
+
+// Capability, shared memory of a CTA and of an SM.
+static constexpr Card kT4{75, 64 << 10, 64 << 10, 4 << 20}, kA100{80, 163 << 10, 164 << 10, 40 << 20},
+    kRtx3090{86, 99 << 10, 100 << 10, 6 << 20}, kH200{90, 227 << 10, 228 << 10, 60 << 20},
+    kRtx5090{120, 99 << 10, 100 << 10, 96 << 20};
+
+static void test_every_request_fits() {
+  const std::vector<KernelKey> keys = table();
+  for (const Card& card : {kT4, kA100, kRtx3090, kH200, kRtx5090})
+    for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16})
+      for (int64_t dim = 1; dim <= 256; ++dim)
+        for (Variant variant : kVariants)
+          for (int64_t length : {0, 512, 100000}) {
+            const auto choice = choose_kernel(keys, {dtype, dim, 1 + dim / 2, variant, length}, card);
+            if (card.capability < 80 && dtype == DataType::kBFloat16) {
+              EXPECT(!choice);  // never fp16 instead
+              continue;
+            }
+            EXPECT(choice);
+            const mma_sync::Tile tile = mma_sync::fwd_tiles(choice->key)[choice->tile];
+            EXPECT(tile.rows > 0 && tile.from_keys <= length);
+            EXPECT(tile.shared_bytes(choice->key.head_dim) + mma_sync::kStaticShared <= card.block_shared);
+            EXPECT(choice->key.arch == (card.capability < 80 ? Arch::sm75 : Arch::sm80));
+            EXPECT(choice->key.dtype == dtype && choice->key.variant == variant);
+            EXPECT(choice->key.head_dim >= dim && choice->key.head_dim - dim < 64);
+          }
+}
+
+// A card with less shared memory gets a smaller tile, or, in the end, an older kernel or none: never one that does not
+// fit.
+static void test_less_shared_memory() {
+  const std::vector<KernelKey> keys = table();
+  for (int dim : kDims) {
+    int last = 1 << 30;
+    for (int kb : {227, 163, 99, 64, 48, 16}) {
+      const Card card{80, kb << 10, (kb + 1) << 10, 40 << 20};
+      const auto choice = choose_kernel(keys, {DataType::kFloat16, dim, dim, Variant::plain, 100000}, card);
+      if (kb >= 99) EXPECT(choice && choice->key.arch == Arch::sm80);
+      if (kb == 64) EXPECT(choice);
+      if (kb == 16) EXPECT(!choice);
+      if (!choice) continue;
+      const int bytes = mma_sync::fwd_tiles(choice->key)[choice->tile].shared_bytes(choice->key.head_dim);
+      EXPECT(bytes <= kb << 10);
+      EXPECT(bytes <= last);
+      last = bytes;
+    }
+  }
+  const auto tile = [&](const Card& card, int dim) {
+    const auto choice = choose_kernel(keys, {DataType::kBFloat16, dim, dim, Variant::plain, 100000}, card);
+    return mma_sync::fwd_tiles(choice->key)[choice->tile];
+  };
+  EXPECT(tile(kH200, 128).keys == 64 && tile(kA100, 128).keys == 32);  // two CTAs on an SM in both
+  EXPECT(tile(kA100, 256).keys == 96 && tile(kRtx3090, 256).keys == 32);
+}
+
+static void test_smaller_tables() {
+  const std::vector<KernelKey> one{{Arch::sm80, DataType::kBFloat16, 128, Variant::biased}};
+  EXPECT(choose_kernel(one, {DataType::kBFloat16, 33, 64, Variant::plain, 1}, kH200));  // more than is needed
+  EXPECT(!choose_kernel(one, {DataType::kBFloat16, 33, 129, Variant::plain, 1}, kH200));
+  EXPECT(!choose_kernel(one, {DataType::kFloat16, 64, 64, Variant::plain, 1}, kH200));
+  EXPECT(!choose_kernel(one, {DataType::kBFloat16, 64, 64, Variant::plain, 1}, kT4));
+  EXPECT(!choose_kernel({}, {DataType::kBFloat16, 64, 64, Variant::plain, 1}, kH200));
+}
+
+static void test_variant() {
+  AttentionParams p;
+  EXPECT(variant_of(p) == Variant::plain);
+  for (double scale : {0.0, -1.0, 1e-30, 1e30}) {
+    p.score.scale = scale;
+    EXPECT(variant_of(p) == Variant::modified);
+  }
+  p.score.scale = 0.1;
+  p.score.softcap = 3;
+  EXPECT(variant_of(p) == Variant::modified);
+  p.q.row_stride = 36;
+  EXPECT(variant_of(p) == Variant::biased);
+}
+
+// Every (sequence, head, row block) exactly once, whatever the group.
+static void test_order() {
+  for (uint32_t m_blocks : {1, 2, 7})
+    for (uint32_t heads : {1, 3, 8})
+      for (uint32_t batch : {1, 2, 5})
+        for (uint32_t group : {1, 4, 32}) {
+          const TileOrder order{m_blocks, heads, heads * batch, group};
+          std::set<std::tuple<int64_t, int64_t, int>> seen;
+          for (uint32_t i = 0; i < m_blocks * heads * batch; ++i) {
+            const TileIndex tile = order.tile(i);
+            EXPECT(tile.batch < batch && tile.head < heads && tile.m_block >= 0 && tile.m_block < int(m_blocks));
+            EXPECT(seen.insert({tile.batch, tile.head, tile.m_block}).second);
+            if (i == 0) EXPECT(tile.m_block == int(m_blocks) - 1);  // the longest first
+          }
+        }
+}
+
+static void test_launch() {
+  FwdParams p;
+  p.batch = 70000;
+  p.heads = p.heads_k = 2;
+  p.dim = p.dim_v = 64;
+  p.rows_q.rows = p.rows_k.rows = 300;
+  const Choice choice{{Arch::sm80, DataType::kBFloat16, 64, Variant::plain}, 0};
+  const auto launch = make_launch(p, choice, 300, 60 << 20);
+  EXPECT(launch && launch->blocks == 70000u * 2 * 3);  // one grid axis: no limit of 65,535
+  p.batch = int64_t(1) << 31;
+  EXPECT(!make_launch(p, choice, 300, 60 << 20));
+  p.batch = 1;
+  EXPECT(!make_launch(p, choice, int64_t(1) << 30, 60 << 20));
+  p.rows_q.rows = 0;
+  EXPECT(make_launch(p, choice, 0, 60 << 20)->blocks == 0);
+  p.window.causal = true;
+  for (int64_t keys : {1, 1000, 100000, 10000000}) {
+    p.rows_k.rows = keys;
+    const uint32_t group = head_group(p, 60 << 20);
+    EXPECT(group >= 4 && group <= 32);
+  }
+}
+
+int main() {
+  test_every_request_fits();
+  test_less_shared_memory();
+  test_smaller_tables();
+  test_variant();
+  test_order();
+  test_launch();
+  std::printf("%ld checks\n", checks);
+}

@@ -1,0 +1,280 @@
+"""What GPU kernels alone can get wrong: cards, streams, graphs, far strides, lengths that nobody checks, two GPUs.
+
+Values of every option are in the other files, whose cases run here too (`cases.KERNELS`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import cases
+import oracle
+import pytest
+import torch
+from cases import Case
+from test_forward import CASES as FORWARD_CASES
+
+import flash_attn
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cases.KERNELS, reason="needs a GPU and its kernels"),
+]
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+@pytest.fixture
+def limited_card():
+    """A function that makes the library believe in a smaller card; undone afterwards."""
+
+    def limit(capability: int = 0, shared_kb: int = 0) -> None:
+        torch.ops.flash_attn.gpu_limit_card(capability, shared_kb * 1024)
+        flash_attn._ops.gpu_plan.cache_clear()
+
+    yield limit
+    limit()
+
+
+def qkv(*, batch=2, seqlen_q=129, seqlen_k=129, heads=4, heads_k=2, dim=64, dtype=BF16, device="cuda"):
+    shapes = ((seqlen_q, heads, dim), (seqlen_k, heads_k, dim), (seqlen_k, heads_k, dim))
+    return [torch.randn(batch, *s, dtype=dtype, device=device) for s in shapes]
+
+
+def close(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
+    want = oracle.attention(*(x.cpu() for x in (q, k, v)), options=oracle.Options(**options))[0]
+    naive = oracle.naive_attention(*(x.cpu() for x in (q, k, v)), options=oracle.Options(**options))[0]
+    oracle.assert_no_worse_than_naive(out.cpu(), want, naive)
+
+
+# ---- Cards ----------------------------------------------------------------------------------------------------------
+
+TURING = [c for n, c in enumerate(FORWARD_CASES) if (c.dtype == HALF or n % 3 == 0) and max(c.dim, c.dim_v) <= 256]
+TURING = list(dict.fromkeys(replace(c, dtype=HALF) for c in TURING))
+TURING += [
+    Case(dim=d, dim_v=d, seqlen_q=200, seqlen_k=333, causal=True, dtype=HALF) for d in (32, 64, 96, 128, 192, 256)
+]
+
+
+@pytest.mark.parametrize("case", TURING, ids=str)
+def test_turing_kernels(case: Case, limited_card):
+    """The kernels for sm_75, through their PTX on whatever card this is."""
+    limited_card(capability=75)
+    if flash_attn._ops.gpu_plan(0, HALF, case.dim, case.dim_v, "biased").reason:
+        pytest.skip("built without kernels for sm_75")
+    cases.check(case, "cuda", "mma_sync")
+
+
+@pytest.mark.parametrize("shared_kb", (227, 163, 99, 64, 48))
+@pytest.mark.parametrize("dim", (64, 128, 256))
+@pytest.mark.parametrize("causal", (False, True))
+def test_less_shared_memory(shared_kb, dim, causal, limited_card):
+    """A smaller tile with the same values, or an error that names the way out."""
+    limited_card(shared_kb=shared_kb)
+    q, k, v = qkv(seqlen_q=256, seqlen_k=256, dim=dim)
+    try:
+        out = flash_attn_func(q, k, v, causal=causal, backend="mma_sync")
+    except NotImplementedError as error:
+        assert shared_kb < 99 and 'backend="reference"' in str(error)
+    else:
+        close(out, q, k, v, causal=causal)
+
+
+def test_what_has_no_kernel_names_the_way_out(limited_card):
+    for q in (torch.zeros(1, 4, 2, 64, device="cuda"), torch.zeros(1, 4, 2, 320, device="cuda", dtype=BF16)):
+        for backend in ("auto", "mma_sync"):
+            with pytest.raises(NotImplementedError, match='backend="reference"') as error:
+                flash_attn_func(q, q, q, backend=backend)
+            assert torch.cuda.get_device_name() in str(error.value)
+    limited_card(capability=75)
+    q = torch.zeros(1, 4, 2, 64, device="cuda", dtype=BF16)
+    with pytest.raises(NotImplementedError, match="bf16"):
+        flash_attn_func(q, q, q)
+    limited_card(capability=70)
+    with pytest.raises(NotImplementedError, match="compute capability 7.0"):
+        flash_attn_func(q.half(), q.half(), q.half())
+
+
+def test_explain():
+    found = flash_attn.explain(*qkv(), causal=True)
+    assert found.backend == "mma_sync" and "sm_80" in found.kernel and found.tile[0] >= 32
+    assert "biased" in flash_attn.explain(*qkv(), mask=torch.ones(129, 129, dtype=torch.bool, device="cuda")).kernel
+
+
+# ---- Shapes and strides ---------------------------------------------------------------------------------------------
+
+
+def test_more_heads_than_a_grid_axis_has():
+    """70,000 sequences × 2 heads."""
+    q, k, v = qkv(batch=70_000, seqlen_q=3, seqlen_k=5, heads=2, heads_k=1, dim=8)
+    out = flash_attn_func(q, k, v, backend="mma_sync")
+    for part in (slice(0, 2), slice(32_766, 32_770), slice(69_998, 70_000)):
+        close(out[part], q[part], k[part], v[part])
+
+
+def test_strides_beyond_32_bits():
+    """Rows of K and V lie 2^27 elements apart: 33 of them need 64-bit offsets."""
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB")
+    q = torch.randn(1, 9, 1, 64, dtype=BF16, device="cuda")
+    wide = torch.empty(33 << 27, dtype=BF16, device="cuda")
+    k = wide.as_strided((1, 33, 1, 64), (0, 1 << 27, 0, 1))
+    v = wide.as_strided((1, 33, 1, 64), (0, 1 << 27, 0, 1), 1 << 20)
+    k.normal_(), v.normal_()
+    close(flash_attn_func(q, k, v, backend="mma_sync"), q, k, v)
+
+
+def test_long_sequences_with_a_window():
+    """70,000 keys; only the rows that see the end are compared."""
+    q, k, v = qkv(batch=1, seqlen_q=130, seqlen_k=70_000, heads=2, heads_k=1)
+    out = flash_attn_func(q, k, v, window_size=(100, 0), backend="mma_sync")
+    close(out, q, k[:, -300:], v[:, -300:], window=(100, 0))
+
+
+@pytest.mark.parametrize("dtype", (HALF, BF16))
+@pytest.mark.parametrize("order", ("rising", "falling", "spike"))
+def test_reference_follows_the_scores(order, dtype):
+    """Scores that grow far beyond the first block's maximum, block after block: P must not overflow."""
+    q, k, v = qkv(batch=1, seqlen_q=70, seqlen_k=1000, heads=1, heads_k=1, dtype=dtype)
+    q[..., 0], k[..., 0] = 8, torch.linspace(-60, 60, 1000, device="cuda", dtype=dtype)[None, :, None]
+    if order == "falling":
+        k = k.flip(1)
+    if order == "spike":
+        k[..., 0] = 0
+        k[0, 123, 0, 0] = 100
+    out, lse = flash_attn_func(q, k, v, return_lse=True, backend="mma_sync")
+    close(out, q, k, v)
+    want = oracle.attention(*(x.cpu() for x in (q, k, v)))[1]
+    torch.testing.assert_close(lse.cpu().double(), want, rtol=1e-5, atol=1e-4)
+
+
+# ---- Lengths that nobody has checked --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ([0, 50, 40, 90], [0, 20, 200, 90], [-5, 20, 40, 90], [0, 20, 40, 1 << 40]), ids=str)
+def test_impossible_offsets_give_nan(wrong):
+    """Seen, not plausible; and nothing outside is read or written (compute-sanitizer says so)."""
+    q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
+    good = torch.tensor([0, 20, 40, 90], device="cuda")
+    out = flash_attn_varlen_func(q, q, q, torch.tensor(wrong, device="cuda"), good, 90, 90, backend="mma_sync")
+    assert out.isnan().any()
+    out = flash_attn_varlen_func(q, q, q, good, torch.tensor(wrong, device="cuda"), 90, 90, backend="mma_sync")
+    assert out.isnan().any()
+
+
+def test_impossible_lengths_give_nan():
+    q = torch.randn(3, 9, 2, 64, dtype=BF16, device="cuda")
+    want = flash_attn_func(q, q, q, backend="mma_sync")
+    for name, wrong in (("seqused_k", [9, 10, 9]), ("leftpad_k", [0, -1, 0]), ("seqused_q", [9, 1 << 20, 9])):
+        lengths = {name: torch.tensor(wrong, dtype=torch.int32, device="cuda")}
+        out, lse = flash_attn_func(q, q, q, return_lse=True, backend="mma_sync", **lengths)
+        assert out[1].isnan().all() and lse[1].isnan().all()
+        assert torch.equal(out[0], want[0]) and torch.equal(out[2], want[2])
+
+
+# ---- Streams, graphs, devices ---------------------------------------------------------------------------------------
+
+
+def test_two_streams():
+    """Each call runs on its caller's stream, behind what that stream still has to do."""
+    inputs = [qkv(seqlen_q=512, seqlen_k=512) for _ in range(2)]
+    want = [flash_attn_func(*x, causal=True, backend="mma_sync") for x in inputs]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(25):
+        torch.cuda.synchronize()
+        got = []
+        for stream, tensors in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(200_000)
+                late = [torch.empty_like(x).copy_(x) for x in tensors]
+                got.append(flash_attn_func(*late, causal=True, backend="mma_sync"))
+        torch.cuda.synchronize()
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+def test_graph_with_dropout_draws_anew():
+    """T82: captured once, replayed: a new mask each time; manual_seed reproduces it."""
+    q, k, v = qkv(seqlen_q=256, seqlen_k=256)
+    flash_attn_func(q, k, v, dropout_p=0.3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_func(q, k, v, dropout_p=0.3)
+    results = []
+    for seed in (1, None, 1):
+        if seed is not None:
+            torch.cuda.manual_seed(seed)
+        graph.replay()
+        results.append(out.clone())
+    assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
+def test_graph_with_other_lengths():
+    """T124: lengths are read when the graph runs."""
+    q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
+    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend="mma_sync")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend="mma_sync")
+    cu.copy_(torch.tensor([0, 0, 77, 80]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend="mma_sync"))
+    assert (out[80:] == 0).all()
+
+
+def test_nothing_waits_for_the_device():
+    """A call returns while the stream is still busy, varlen and with dropout too."""
+    q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
+    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
+    options = dict(dropout_p=0.1, causal=True, backend="mma_sync")
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, **options)
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, **options)
+    done.record()
+    assert not done.query()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_device():
+    q, k, v = qkv(device="cuda:1")
+    with torch.cuda.device(0):
+        out = flash_attn_func(q, k, v, causal=True, backend="mma_sync")
+        assert torch.cuda.current_device() == 0 and out.device == q.device
+    close(out, q, k, v, causal=True)
+
+
+# ---- Dropout --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", (32, 128, 256))
+@pytest.mark.parametrize("causal", (False, True))
+def test_mask_is_the_same_as_on_the_cpu(dim, causal):
+    """Bit by bit: q = 0 makes P uniform, and V = identity shows which elements were kept."""
+    seed = torch.tensor([77, -5])
+    n, m = 150, min(dim, 100)
+    q = torch.zeros(2, n, 4, dim, dtype=BF16, device="cuda")
+    k = torch.zeros(2, m, 2, dim, dtype=BF16, device="cuda")
+    v = torch.eye(m, dtype=BF16, device="cuda")[None, :, None].expand(2, m, 2, m)
+    out = flash_attn_func(q, k, v, dropout_p=0.3, dropout_seed=seed.cuda(), causal=causal, backend="mma_sync")
+    keep = flash_attn.dropout_mask(seed, 0.3, 2, 4, n, m)
+    i, j = torch.arange(n)[:, None], torch.arange(m)
+    seen = keep & (j <= i + m - n) if causal else keep
+    assert torch.equal((out != 0).transpose(1, 2).cpu(), seen)
+
+
+def test_gradients_use_the_statistics_of_the_kernel():
+    """Logits of 1e4: an fp32 LSE alone could not carry them."""
+    q, k, v = (x.requires_grad_() for x in qkv(batch=1, seqlen_q=70, seqlen_k=90, heads=2))
+    with torch.no_grad():
+        q.mul_(30), k.mul_(30)
+    out = flash_attn_func(q, k, v, backend="mma_sync")
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, (q, k, v), dout)
+    want = torch.autograd.grad(flash_attn_func(q, k, v, backend="reference"), (q, k, v), dout)
+    for g, w in zip(got, want, strict=True):
+        assert g.isfinite().all()
+        assert (g - w).float().norm() <= 0.05 * w.float().norm() + 1e-3 * math.sqrt(w.numel())
