@@ -175,7 +175,8 @@ def attention(
         upper_left=upper_left,
     )
     backend = choose_backend(backend, q, v.shape[-1], problem, bias)
-    if problem.has_lengths and (backend == "reference" or problem.drops) and contents_can_be_read(q):
+    reads_on_host = backend == "reference" or (backend == "cpu" and problem.drops)
+    if problem.has_lengths and reads_on_host and contents_can_be_read(q):
         # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,
         # which is too late to leave the generator untouched where a seed is drawn.
         checks.validate_problem(q, k, problem)

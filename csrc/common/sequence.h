@@ -40,8 +40,9 @@ FLASH_HOST_DEVICE Rows rows_of_sequence(const RowLayout& layout, int64_t b) {
 FLASH_HOST_DEVICE bool rows_are_possible(const RowLayout& layout, const Rows& rows, int64_t b, int64_t max_rows) {
   const bool packed = layout.cu_seqlens.given();
   const int64_t begin = packed ? layout.cu_seqlens[b] : 0, end = packed ? layout.cu_seqlens[b + 1] : layout.rows;
+  const int64_t before = packed && b > 0 ? layout.cu_seqlens[b - 1] : 0;
   const int64_t used = rows.leftpad + rows.length;
-  return 0 <= begin && begin <= end && end <= layout.rows && 0 <= rows.leftpad && 0 <= rows.length &&
+  return 0 <= begin && before <= begin && begin <= end && end <= layout.rows && 0 <= rows.leftpad && 0 <= rows.length &&
          used <= end - begin && (max_rows < 0 || end - begin <= max_rows);
 }
 

@@ -93,9 +93,10 @@ Plan plan(const Request& request, int device) {
 std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream) {
   const Plan found = plan({params.dtype, params.dim, params.dim_v, variant_of(params), max_rows_k}, device);
   if (!found.choice) return found.reason;
-  const auto launch = make_launch(params, *found.choice, max_rows_q, card_of(device).l2_bytes);
+  auto launch = make_launch(params, *found.choice, max_rows_q, card_of(device).l2_bytes);
   if (!launch) return "more rows or heads than one launch can cover";
   if (launch->blocks == 0) return "";
+  launch->device = device;
   const auto key = std::find(kFwdKeys.begin(), kFwdKeys.end(), found.choice->key);
   const int error = kFwdFunctions[key - kFwdKeys.begin()](params, *launch, stream);
   if (error == cudaSuccess) return "";

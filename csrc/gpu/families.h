@@ -11,6 +11,7 @@ namespace flash {
 struct FwdLaunch {
   TileOrder order;
   uint32_t blocks = 0;
+  int device = 0;              // the current one
   int tile = 0;                // index into the family's tiles of the key
   uint32_t group = 1;          // query heads of a key head
   float scale = 1;             // of QKᵀ

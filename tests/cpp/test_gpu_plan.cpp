@@ -23,7 +23,7 @@ static long checks = 0;
 static constexpr int kDims[] = {32, 64, 96, 128, 192, 256};
 static constexpr Variant kVariants[] = {Variant::plain, Variant::modified, Variant::biased};
 
-static std::vector<KernelKey> table() {
+static std::vector<KernelKey> all_keys() {
   std::vector<KernelKey> keys;
   for (int dim : kDims)
     for (Variant variant : kVariants) {
@@ -40,7 +40,7 @@ static constexpr Card kT4{75, 64 << 10, 64 << 10, 4 << 20}, kA100{80, 163 << 10,
     kRtx5090{120, 99 << 10, 100 << 10, 96 << 20};
 
 static void test_every_request_fits() {
-  const std::vector<KernelKey> keys = table();
+  const std::vector<KernelKey> keys = all_keys();
   for (const Card& card : {kT4, kA100, kRtx3090, kH200, kRtx5090})
     for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16})
       for (int64_t dim = 1; dim <= 256; ++dim)
@@ -64,7 +64,7 @@ static void test_every_request_fits() {
 // A card with less shared memory gets a smaller tile, or, in the end, an older kernel or none: never one that does not
 // fit.
 static void test_less_shared_memory() {
-  const std::vector<KernelKey> keys = table();
+  const std::vector<KernelKey> keys = all_keys();
   for (int dim : kDims) {
     int last = 1 << 30;
     for (int kb : {227, 163, 99, 64, 48, 16}) {

@@ -7,6 +7,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <utility>
 
 #include "gpu/families.h"
@@ -334,8 +335,14 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* stream) 
   const auto kernel = fwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, F::kTile.ctas>;
   static_assert(sizeof(Work) <= kStaticShared);
   if (kSharedBytes + kStaticShared > 48 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    if (error != cudaSuccess) return error;
+    // Once for each of the first 64 devices: it costs some microseconds.
+    static std::atomic<uint64_t> allowed{0};
+    const uint64_t bit = launch.device < 64 ? uint64_t{1} << launch.device : 0;
+    if ((allowed & bit) == 0) {
+      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+      if (error != cudaSuccess) return error;
+      allowed |= bit;
+    }
   }
   kernel<<<launch.blocks, F::kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params, launch);
   return cudaGetLastError();
