@@ -56,7 +56,7 @@ struct Fwd {
   using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased>;
   using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads, kBiased>;
   static constexpr int kPart = kModified ? 32 : 16;  // keys that P is made for at a time; dropout draws for 32
-  static_assert(kKeys % 32 == 0 && kWarpRows % 16 == 0);
+  static_assert(kKeys % kPart == 0 && kWarpRows % 16 == 0);
 };
 
 // S = Q Kᵀ. Fragments of K are read one 16 × 16 block ahead of the products that use them.

@@ -31,9 +31,8 @@ using Tiles = std::array<Tile, 3>;
 // What an H200 preferred; numbers are TFLOP/s, of the 620 that mma.sync alone reaches there.
 //
 // Warps have 32 rows up to head dim 128: with 16, reading K and V from shared memory takes longer than the products
-// (d 128: 250 instead of 360). From 192 on O leaves no registers for it, and more keys at a time make up for some. At
-// head dim 64 short sequences want three CTAs on an SM, long ones Q in registers (16k: 354 instead of 333; 512: 242
-// instead of 263). Two buffers for K and V gain 3 to 7 % over one. What a variant adds to registers decides the rest.
+// (d 128: 250 instead of 360). From 192 on O leaves no registers for it, and more keys at a time make up for some.
+// (Spills that sm_80 code would have rule out 64 keys at head dim 128, 407 instead of 400 at 16k, and three CTAs at 64.) Two buffers for K and V gain 3 to 7 % over one. What a variant adds to registers decides the rest.
 constexpr Tiles fwd_tiles(KernelKey key) {
   if (key.arch == Arch::sm75) {  // 64 KB; not measured, for want of a card
     if (key.head_dim <= 64) return {{{128, 64, 4, 1, true, 2}}};
@@ -42,13 +41,13 @@ constexpr Tiles fwd_tiles(KernelKey key) {
     return {{{32, 32, 2, 1, false, 1}}};
   }
   if (key.head_dim <= 64) {
-    if (key.variant == Variant::plain) return {{{128, 64, 4, 2, true, 2, 1536}, {128, 64, 4, 2, false, 3}}};
+    if (key.variant == Variant::plain) return {{{128, 64, 4, 2, true, 2}}};
     return {{{128, 64, 4, 1, true, 2}}};
   }
   if (key.head_dim <= 128) {
     if (key.variant == Variant::biased) return {{{128, 64, 8, 1, true, 1}, {128, 32, 8, 1, true, 1}}};
     if (key.variant == Variant::modified) return {{{128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
-    return {{{128, 64, 4, 2, false, 2}, {128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
+    return {{{128, 48, 4, 2, false, 2}, {128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
   }
   return {{{128, 96, 8, 1, false, 1, 1536}, {128, 64, 8, 1, false, 1}, {128, 32, 8, 1, false, 1}}};
 }
