@@ -256,6 +256,10 @@ def _has_derivative(tensors: tuple[Tensor | None, ...]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in given)
 
 
+def _backend_of(q: Tensor) -> str:
+    return "mma_sync" if q.device.type == "cuda" else "cpu"
+
+
 def _apply_here(function: type[Function], *args: Any) -> tuple:
     """apply for one level of torch.func, which has taken its levels apart before it comes to an op's kernel."""
     with enable_single_level_autograd_function():
@@ -266,7 +270,7 @@ def _op_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sink: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _has_derivative((q, k, v, bias, sink)):
-        return _apply_here(Attention, q, k, v, bias, sink, Problem(*options), "cpu")
+        return _apply_here(Attention, q, k, v, bias, sink, Problem(*options), _backend_of(q))
     with _ops.below_autograd():
         return _ops.attention_forward(q, k, v, bias, sink, *options)
 
@@ -286,7 +290,7 @@ def _op_backward(
     if _has_derivative((dout, dlse, q, k, v, bias, sink)):
         needs, problem = rest[:5], Problem(*rest[5:])
         results = _apply_here(
-            AttentionBackward, dout, dlse, q, k, v, bias, sink, out, statistics, problem, "cpu", needs
+            AttentionBackward, dout, dlse, q, k, v, bias, sink, out, statistics, problem, _backend_of(q), needs
         )
         return tuple(q.new_empty(0) if x is None else x for x in results)
     with _ops.below_autograd():

@@ -28,6 +28,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const torch::stable::accelerator::DeviceGuard guard(device);
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v);
   const Forward call = build_forward(q, k, v, bias, sink, options);
   const FwdParams& params = call.params;
   const bool packed = params.rows_q.cu_seqlens.given();
