@@ -52,28 +52,15 @@ GPU_BINDING = Path("csrc/binding/ops_cuda.cpp")
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
 # csrc/cpu/isa/<name>.cpp: the machines that it is for (none named = all) and the flags that it alone is compiled with.
-ISA_UNITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "portable": ((), ()),
-    "avx2": (("x86_64",), ("-mavx2", "-mfma")),
-    "avx512": (
+ISA_UNITS: dict[str, tuple[tuple[str, ...], str]] = {
+    "portable": ((), ""),
+    "avx2": (("x86_64",), "-mavx2 -mfma"),
+    "avx512": (("x86_64",), "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512"),
+    # GCC 12 warns of what its own intrinsics leave undefined on purpose.
+    "amx": (
         ("x86_64",),
-        ("-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
-    ),
-    "amx": (  # fmt: skip
-        ("x86_64",),
-        # GCC 12 warns of what its own intrinsics leave undefined on purpose.
-        (
-            "-mavx512f",
-            "-mavx512dq",
-            "-mavx512bw",
-            "-mavx512vl",
-            "-mavx512bf16",
-            "-mfma",
-            "-mamx-tile",
-            "-mamx-bf16",
-            "-Wno-uninitialized",
-            "-Wno-maybe-uninitialized",
-        ),
+        "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mavx512bf16 -mfma -mamx-tile -mamx-bf16 "
+        "-Wno-uninitialized -Wno-maybe-uninitialized",
     ),
 }
 
@@ -242,7 +229,7 @@ def isa_units(directory: Path, sanitize: str) -> list[Unit]:
         machines, flags = ISA_UNITS[source.stem]
         if not machines or platform.machine() in machines:
             compiler = shlex.split(cpp_extension.get_cxx_compiler())
-            command = (*compiler, *cxx_flags(sanitize), f"-I{ROOT / 'csrc'}", *flags)
+            command = (*compiler, *cxx_flags(sanitize), f"-I{ROOT / 'csrc'}", *flags.split())
             units.append(Unit(f"isa {source.stem}", source, directory / f"{source.stem}.o", command))
     return units
 

@@ -24,7 +24,7 @@ def isa_objects(folder: Path) -> list[str]:
         if not machines or platform.machine() in machines:
             objects.append(str(folder / f"{name}.o"))
             source = str(ROOT / "csrc" / "cpu" / "isa" / f"{name}.cpp")
-            subprocess.run([COMPILER, *FLAGS, *flags, "-c", source, "-o", objects[-1]], check=True)
+            subprocess.run([COMPILER, *FLAGS, *flags.split(), "-c", source, "-o", objects[-1]], check=True)
     return objects
 
 

@@ -32,6 +32,7 @@ def limited_card():
     def limit(capability: int = 0, shared_kb: int = 0) -> None:
         torch.ops.flash_attn.gpu_limit_card(capability, shared_kb * 1024)
         flash_attn._ops.gpu_plan.cache_clear()
+        flash_attn.dispatch._SERVED.clear()
 
     yield limit
     limit()

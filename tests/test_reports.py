@@ -144,8 +144,8 @@ def test_t05_block_diagonal_mask(target):
     out, lse, _ = agree(q, k, v, target, mask=mask)
     assert (out[:, 384:543] == 0).all() and (lse[..., 384:543] == -math.inf).all()
     for a, b in spans:
-        part = flash_attn_func(q[:, a:b], k[:, a:b], v[:, a:b])
-        torch.testing.assert_close(out[:, a:b], part)
+        part, _, _ = agree(q[:, a:b], k[:, a:b], v[:, a:b], target)
+        torch.testing.assert_close(out[:, a:b], part, rtol=0.016, atol=2**-9)  # bf16 weights, relative to other maxima
 
 
 def test_t07_unused_cache_slots(target):
@@ -164,7 +164,8 @@ def test_t08_tail_of_a_page(target):
     for t in (k, v):
         t[:, 107:] = math.nan
     out, _, _ = agree(q, k, v, target, seqused_k=torch.tensor([107], dtype=torch.int32), causal=True)
-    torch.testing.assert_close(out, flash_attn_func(q, k[:, :107], v[:, :107], causal=True))
+    dense, _, _ = agree(q, k[:, :107], v[:, :107], target, causal=True)
+    torch.testing.assert_close(out, dense, rtol=0.016, atol=2**-9)  # bf16 weights, relative to other maxima
 
 
 def test_t10_nan_in_queries_stays_nan(target):

@@ -32,7 +32,8 @@ using Tiles = std::array<Tile, 3>;
 //
 // Warps have 32 rows up to head dim 128: with 16, reading K and V from shared memory takes longer than the products
 // (d 128: 250 instead of 360). From 192 on O leaves no registers for it, and more keys at a time make up for some.
-// (Spills that sm_80 code would have rule out 64 keys at head dim 128, 407 instead of 400 at 16k, and three CTAs at 64.) Two buffers for K and V gain 3 to 7 % over one. What a variant adds to registers decides the rest.
+// (Spills that sm_80 code would have rule out 64 keys at head dim 128, 407 instead of 400 at 16k, and three CTAs at
+// 64.) Two buffers for K and V gain 3 to 7 % over one. What a variant adds to registers decides the rest.
 constexpr Tiles fwd_tiles(KernelKey key) {
   if (key.arch == Arch::sm75) {  // 64 KB; not measured, for want of a card
     if (key.head_dim <= 64) return {{{128, 64, 4, 1, true, 2}}};
