@@ -40,8 +40,7 @@ LACKS = {
     "Skylake-Server": ("amx",),  # with AVX-512, if QEMU had it
     "max": (),  # all that QEMU has
 }
-QUICK = ("Nehalem", "Haswell")
-CPUS = [pytest.param(cpu, marks=() if cpu in QUICK else pytest.mark.full) for cpu in LACKS]
+CPUS = [pytest.param(cpu, marks=pytest.mark.full) for cpu in LACKS]  # 40 s each
 
 # Every dtype, with tails in all dimensions, plain and with all options that change a tile: held against fp64. Then the
 # usual head dims, which may have kernels of their own: that they end is what matters here.
