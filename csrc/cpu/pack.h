@@ -20,8 +20,6 @@ template <class Real>
 struct RowsView {
   const Real* data;
   int64_t stride;
-
-  RowsView from(int64_t row) const { return {data + row * stride, stride}; }
 };
 
 template <class Real>
