@@ -159,7 +159,7 @@ static void test_product(double tolerance) {
                 for (int64_t d = 0; d < depth; ++d)
                   exact += double(a[r * row_stride + d / kLanes * panel_stride + d % kLanes * depth_stride]) *
                            b[l / kLanes * depth * kLanes + d * kLanes + l % kLanes];
-                EXPECT(std::fabs(c[at] - exact) < tolerance);
+                EXPECT(std::fabs(c[at] - exact) < (depth > 100 ? 3 * tolerance : tolerance));
               }
             EXPECT(c.back() == before.back());
           }
@@ -196,7 +196,7 @@ int main() {
     EXPECT(limit_instruction_set(static_cast<InstructionSet>(set)) == static_cast<InstructionSet>(set));
     test_exp<float>(2.5e-7, -87.3f, 88.3f);
     test_exp<double>(1e-15, -708.3, 709.4);
-    test_product<float>(3e-5);
+    test_product<float>(1e-5);
     test_product<double>(1e-13);
     test_gradient_step<float>(3e-7);
     test_gradient_step<double>(2e-15);
