@@ -21,6 +21,7 @@ struct RealArithmetic {
   struct ThreadState {};                  // what a thread sets up for an item
   static constexpr int64_t kKeyStep = 1;  // a part of a tile of keys begins at a multiple of this
   static constexpr int64_t kKeyPad = 1;   // products write whole multiples of this many keys
+  static constexpr int64_t kScorePanels = 4;  // whose scores are computed together: all of a tile
   static constexpr bool kInPlace = true;  // operands can be rows where they are, and scores
 
   static const char* name() { return micro_kernels<Real>().name; }
@@ -61,6 +62,13 @@ struct RealArithmetic {
                      int64_t s_panel) {
     micro_kernels<Real>().multiply(
         {keys, dim, panels, k.data, k.stride, 1, kLanes, q, kLanes, dim * kLanes, s, kLanes, s_panel, false});
+  }
+
+  static bool can_fuse(const AttentionParams& /*p*/) { return false; }
+  static bool scores_to_weights(const AttentionParams& /*p*/, Keys /*k*/, TileSize /*size*/, int64_t /*keys*/,
+                                const Element* /*q*/, int64_t /*panels*/, Real* /*row_max*/, Real* /*row_sum*/,
+                                Element* /*weights*/) {
+    return false;
   }
 
   static void combine(Keys v, TileSize size, int64_t keys, int64_t dim, const Element* weights, int64_t panels, Real* o,
@@ -126,7 +134,7 @@ struct RealArithmetic {
     return {p, ds, ds};
   }
   // What the scores of backward must still be multiplied by.
-  static Real scale_scores(const AttentionParams& /*p*/, int64_t /*keys*/, Real* /*scores*/) { return 1; }
+  static Real scale_scores(const AttentionParams& /*p*/, bool /*now*/, int64_t /*keys*/, Real* /*scores*/) { return 1; }
   static void gradient_step(const GradientStep<Real>& step, Real /*scale*/, int64_t /*panel*/, Element* /*operands*/,
                             TileSize /*size*/) {
     micro_kernels<Real>().gradient_step(step);

@@ -19,7 +19,7 @@ struct Bf16Arithmetic {
     ThreadState& operator=(const ThreadState&) = delete;
   };
 
-  static constexpr int64_t kKeyStep = 32, kKeyPad = 32;
+  static constexpr int64_t kKeyStep = 32, kKeyPad = 32, kScorePanels = 2;
   static constexpr bool kInPlace = false;
 
   static const Bf16Kernels& kernels() { return *bf16_kernels(); }
@@ -72,6 +72,19 @@ struct Bf16Arithmetic {
     kernels().multiply({row_blocks(keys), depth, panels, k, depth * kBlock, q, depth * kBlock, s, s_panel, false});
   }
 
+  // Whether scores_to_weights does it where every row sees every key.
+  static bool can_fuse(const AttentionParams& p) {
+    return p.score.scale > 0 && !changes_logits(p) && !p.mask.given();
+  }
+
+  static bool scores_to_weights(const AttentionParams& p, Keys k, TileSize size, int64_t keys, const Element* q,
+                                int64_t panels, Real* row_max, Real* row_sum, Element* weights) {
+    const int64_t depth = depth_blocks(p.dim);
+    return kernels().scores_to_weights({keys, depth, static_cast<int>(panels), k, depth * kBlock, q, depth * kBlock,
+                                        static_cast<Real>(p.score.scale), row_max, row_sum, weights,
+                                        size.panel_elements()});
+  }
+
   static void combine(Keys v, TileSize size, int64_t keys, int64_t dim, const Element* weights, int64_t panels, Real* o,
                       int64_t o_panel, bool accumulate) {
     kernels().multiply({row_blocks(dim), depth_blocks(keys), panels, v, depth_blocks(size.keys) * kBlock, weights,
@@ -79,7 +92,7 @@ struct Bf16Arithmetic {
   }
 
   static Real adjust(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real* scores) {
-    const Real scale = scale_scores(p, panel.keys, scores);
+    const Real scale = scale_scores(p, changes_logits(p), panel.keys, scores);
     adjust_logits<Real>(p, head, panel, scores, nullptr);
     return scale;
   }
@@ -133,10 +146,10 @@ struct Bf16Arithmetic {
             operands + 2 * elements + panel * size.panel_elements()};
   }
 
-  // Left to the softmax, unless something is added to the scaled scores, or a scale <= 0 would turn -inf around.
-  static Real scale_scores(const AttentionParams& p, int64_t keys, Real* scores) {
+  // Left to the softmax, unless that is to be `now`, or a scale <= 0 would turn -inf around.
+  static Real scale_scores(const AttentionParams& p, bool now, int64_t keys, Real* scores) {
     const Real scale = static_cast<Real>(p.score.scale);
-    if (!changes_logits(p) && !p.dropout.given() && scale > 0) return scale;
+    if (!now && scale > 0) return scale;
     for (int64_t i = 0; i < keys * kLanes; ++i) scores[i] *= scale;
     return 1;
   }

@@ -2,6 +2,8 @@
 // head; it walks the key tiles that its rows see, keeps the running maximum m and sum ℓ and the unnormalised output
 // O^T, and normalises once. K and V of a head are packed before that, once for all its query blocks; heads are taken in
 // waves, so that only some of them are packed at a time.
+#include <utility>
+
 #include "cpu/attention.h"
 #include "cpu/backward_passes.h"
 #include "cpu/bf16_arithmetic.h"
@@ -128,22 +130,54 @@ class ForwardPass {
     std::fill(buffers.row_max, buffers.row_max + panels * kLanes, -INFINITY);
     std::fill(buffers.row_sum, buffers.row_sum + panels * kLanes, Real(0));
 
-    const Range seen = head.visibility.keys_of_any(rows);
+    const Range seen = head.visibility.keys_of_any(rows), by_all = head.visibility.keys_of_all(rows);
     if (seen.empty()) std::fill(buffers.out_lanes, buffers.out_lanes + panels * out_panel, Real(0));
+    bool is_first = true;
     for (int64_t n = seen.empty() ? 0 : seen.begin / size_.keys; n * size_.keys < seen.end; ++n) {
       // Only keys that some row sees take part, but for what rounds them up to a step.
       const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
       const Range keys{in_tile.begin / Arithmetic::kKeyStep * Arithmetic::kKeyStep, in_tile.end};
-      const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
-      const Keys k = keys_of(unit, p_.k, keys, Arithmetic::key_rows, n, 0, p_.dim);
-      const Keys v = keys_of(unit, p_.v, keys, Arithmetic::key_columns, n, k_tile_, p_.dim_v);
-      const bool is_first = n == seen.begin / size_.keys;
-      Arithmetic::scores(k, size_, keys.size(), p_.dim, buffers.q_lanes, panels, buffers.scores,
-                         size_.panel_elements());
-      for (int64_t panel = 0; panel < panels; ++panel) softmax(head, tile.panel(panel), panel, is_first, buffers);
-      Arithmetic::combine(v, size_, keys.size(), p_.dim_v, weights(buffers), panels, buffers.out_lanes, out_panel,
-                          !is_first);
+      const Range clean = Arithmetic::can_fuse(p_) ? whole_steps(intersect(in_tile, by_all)) : Range{};
+      const auto use = [&](Range part, bool is_clean) {
+        if (!part.empty()) attend(unit, head, rows, n, part, is_clean, std::exchange(is_first, false), buffers);
+      };
+      if (clean.empty()) {
+        use(keys, false);
+      } else {
+        use({keys.begin, clean.begin}, false);
+        use(clean, true);
+        use({clean.end, keys.end}, false);
+      }
     }
+  }
+
+  static Range whole_steps(Range keys) {
+    return {round_up(keys.begin, Arithmetic::kKeyStep), keys.end / Arithmetic::kKeyStep * Arithmetic::kKeyStep};
+  }
+
+  // Adds what some keys of tile n give. is_clean: all rows see all of them, and nothing changes their logits.
+  void attend(const Unit& unit, const HeadContext<Real>& head, Range rows, int64_t n, Range keys, bool is_clean,
+              bool is_first, const Buffers& buffers) const {
+    const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
+    const int64_t panels = divide_up(rows.size(), kLanes);
+    const Keys k = keys_of(unit, p_.k, keys, Arithmetic::key_rows, n, 0, p_.dim);
+    const Keys v = keys_of(unit, p_.v, keys, Arithmetic::key_columns, n, k_tile_, p_.dim_v);
+    for (int64_t panel = 0; panel < panels; panel += Arithmetic::kScorePanels) {
+      const int64_t some = std::min(Arithmetic::kScorePanels, panels - panel), end = panel + some;
+      const Element* q = buffers.q_lanes + Arithmetic::query_elements(panel, p_.dim);
+      Element* to = weights(buffers) + panel * size_.panel_elements();
+      if (!is_clean || !Arithmetic::scores_to_weights(p_, k, size_, keys.size(), q, some,
+                                                      buffers.row_max + panel * kLanes,
+                                                      buffers.row_sum + panel * kLanes, to)) {
+        Arithmetic::scores(k, size_, keys.size(), p_.dim, q, some, buffers.scores + panel * size_.panel_elements(),
+                           size_.panel_elements());
+        for (int64_t x = panel; x < end; ++x) softmax(head, tile.panel(x), x, is_first, buffers);
+      }
+      if (p_.dropout.given())
+        for (int64_t x = panel; x < end; ++x) drop_panel(head, tile.panel(x), x, buffers);
+    }
+    Arithmetic::combine(v, size_, keys.size(), p_.dim_v, weights(buffers), panels, buffers.out_lanes,
+                        round_up(p_.dim_v, kLanes) * kLanes, !is_first);
   }
 
   // Keys of tile n, or values behind them (`offset`): where they are, or packed.
@@ -158,27 +192,34 @@ class ForwardPass {
   }
 
   // Scores of one panel to weights; what O^T holds so far is rescaled to the new maximum.
-  void softmax(const HeadContext<Real>& head, TilePlace panel, int64_t index, bool is_first,
+  void softmax(const HeadContext<Real>& head, const TilePlace& whole, int64_t index, bool is_first,
                const Buffers& buffers) const {
-    // Keys behind the last one that the panel's rows see are left out: under a causal mask that is half of a tile.
-    const int64_t tile_keys = panel.keys, end = head.visibility.keys_of_any(panel.row_range()).end;
-    panel.keys = std::clamp<int64_t>(end - panel.first_key, 0, tile_keys);
+    const TilePlace panel = without_last_keys(head, whole);
     Real* scores = buffers.scores + index * size_.panel_elements();
     Real* rescale = buffers.rescale + index * kLanes;
     const Real scale = Arithmetic::adjust(p_, head, panel, scores);
     const bool moved = Arithmetic::softmax(
         {panel.keys, scores, buffers.row_max + index * kLanes, buffers.row_sum + index * kLanes, rescale}, scale,
         weights(buffers) + index * size_.panel_elements());
-    Arithmetic::clear_weights(weights(buffers) + index * size_.panel_elements(), panel.keys, tile_keys);
+    Arithmetic::clear_weights(weights(buffers) + index * size_.panel_elements(), panel.keys, whole.keys);
     if (moved && !is_first) {
       Real* out = buffers.out_lanes + index * round_up(p_.dim_v, kLanes) * kLanes;
       for (int64_t d = 0; d < p_.dim_v; ++d, out += kLanes)
         for (int64_t lane = 0; lane < kLanes; ++lane) out[lane] *= rescale[lane];
     }
-    if (p_.dropout.given()) {
-      dropout_panel(p_.dropout, head.dropout, panel, buffers.keep);
-      Arithmetic::drop_weights(buffers.keep, panel.keys, weights(buffers) + index * size_.panel_elements());
-    }
+  }
+
+  // Without keys behind the last one that the panel's rows see: under a causal mask that is half of a tile.
+  static TilePlace without_last_keys(const HeadContext<Real>& head, TilePlace panel) {
+    const int64_t end = head.visibility.keys_of_any(panel.row_range()).end;
+    panel.keys = std::clamp<int64_t>(end - panel.first_key, 0, panel.keys);
+    return panel;
+  }
+
+  void drop_panel(const HeadContext<Real>& head, const TilePlace& whole, int64_t index, const Buffers& buffers) const {
+    const TilePlace panel = without_last_keys(head, whole);
+    dropout_panel(p_.dropout, head.dropout, panel, buffers.keep);
+    Arithmetic::drop_weights(buffers.keep, panel.keys, weights(buffers) + index * size_.panel_elements());
   }
 
   static Element* weights(const Buffers& buffers) {

@@ -92,7 +92,7 @@ struct GradientTile {
     const int64_t at = index * size.panel_elements(), elements = panel.keys * kLanes;
     Real *s = scores + at, *ds = dlogits + at;
     const bool capped = derivative != nullptr;
-    const Real scale = Arithmetic::scale_scores(p, panel.keys, s);
+    const Real scale = Arithmetic::scale_scores(p, changes_logits(p) || p.dropout.given(), panel.keys, s);
     adjust_logits(p, head, panel, s, capped ? derivative + at : nullptr);
     if (p.dropout.given()) {
       dropout_panel(p.dropout, head.dropout, panel, keep);

@@ -85,6 +85,21 @@ struct Bf16Rows {
   int64_t stride, rows, first, end, dim;
 };
 
+// S = K · Q and its weights in one, for keys that every row sees: softmax_step of each panel, but it gives up where a
+// row's reference would have to move.
+struct Bf16Weights {
+  int64_t keys, depth_blocks;  // keys: a multiple of 32
+  int panels;                  // 1 or 2
+  const Bf16* k;
+  int64_t k_row_stride;
+  const Bf16* q;
+  int64_t q_panel_stride;
+  float scale;
+  float *row_max, *row_sum;  // [panel][lane]
+  Bf16* weights;
+  int64_t weights_panel_stride;
+};
+
 // Where a panel's P and dS go: as A, row = key, depth = query (`row_stride` between blocks of keys), and dS as B.
 struct Bf16Gradients {
   Bf16 *p_rows, *ds_rows;
@@ -109,6 +124,8 @@ struct Bf16Kernels {
                       int64_t stride);
   // softmax_step of scale · scores, which stay; the weights become B.
   bool (*softmax_step)(const SoftmaxStep<float>&, float scale, Bf16* weights);
+  // Whether it was done; if not, nothing has changed but the weights.
+  bool (*scores_to_weights)(const Bf16Weights&);
   // gradient_step of scale · scores, which stay, as dP does.
   void (*gradient_step)(const GradientStep<float>&, float scale, const Bf16Gradients&);
   // Only the conversion; null for zeros.

@@ -23,17 +23,24 @@ void end() { _tile_release(); }
 
 // ---- Products -------------------------------------------------------------------------------------------------------
 
+// Where some blocks of C and their operands begin.
+struct Blocks {
+  const Bf16* a;
+  int64_t a_row_stride;
+  const Bf16* b;
+  int64_t b_panel_stride;
+  int64_t depth_blocks;
+  float* c;
+  int64_t c_panel_stride;
+};
+
 // kRows × kPanels blocks of C, the whole depth: accumulators in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
 template <int kRows, int kPanels>
-inline __attribute__((always_inline)) void multiply_blocks(const Bf16Product& p, int64_t row_block, int64_t panel) {
-  const Bf16* a0 = p.a + row_block * p.a_row_stride;
-  const Bf16* a1 = a0 + p.a_row_stride;
-  const Bf16* b0 = p.b + panel * p.b_panel_stride;
-  const Bf16* b1 = b0 + p.b_panel_stride;
-  float* c0 = p.c + panel * p.c_panel_stride + row_block * 256;
-  float* c1 = c0 + p.c_panel_stride;
+inline __attribute__((always_inline)) void multiply_blocks(const Blocks& p, bool accumulate) {
+  const Bf16 *a1 = p.a + p.a_row_stride, *b1 = p.b + p.b_panel_stride;
+  float *c0 = p.c, *c1 = p.c + p.c_panel_stride;
   asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
-  if (p.accumulate) {
+  if (accumulate) {
     _tile_loadd(0, c0, 64);
     if constexpr (kPanels > 1) _tile_loadd(1, c1, 64);
     if constexpr (kRows > 1) _tile_loadd(2, c0 + 256, 64);
@@ -45,8 +52,8 @@ inline __attribute__((always_inline)) void multiply_blocks(const Bf16Product& p,
     if constexpr (kRows > 1 && kPanels > 1) _tile_zero(3);
   }
   for (int64_t k = 0; k < p.depth_blocks; ++k) {
-    _tile_loadd(4, a0 + k * kBlock, 64);
-    _tile_loadd(6, b0 + k * kBlock, 64);
+    _tile_loadd(4, p.a + k * kBlock, 64);
+    _tile_loadd(6, p.b + k * kBlock, 64);
     if constexpr (kPanels > 1) _tile_loadd(7, b1 + k * kBlock, 64);
     if constexpr (kRows > 1) _tile_loadd(5, a1 + k * kBlock, 64);
     _tile_dpbf16ps(0, 4, 6);
@@ -58,19 +65,23 @@ inline __attribute__((always_inline)) void multiply_blocks(const Bf16Product& p,
   if constexpr (kPanels > 1) _tile_stored(1, c1, 64);
   if constexpr (kRows > 1) _tile_stored(2, c0 + 256, 64);
   if constexpr (kRows > 1 && kPanels > 1) _tile_stored(3, c1 + 256, 64);
+  asm volatile("" ::: "memory");
+}
+
+template <int kPanels>
+inline __attribute__((always_inline)) void multiply_panels(const Bf16Product& p, int64_t panel) {
+  Blocks blocks{p.a, p.a_row_stride, p.b + panel * p.b_panel_stride, p.b_panel_stride, p.depth_blocks,
+                p.c + panel * p.c_panel_stride, p.c_panel_stride};
+  int64_t row = 0;
+  for (; row + 2 <= p.row_blocks; row += 2, blocks.a += 2 * p.a_row_stride, blocks.c += 2 * 256)
+    multiply_blocks<2, kPanels>(blocks, p.accumulate);
+  if (row < p.row_blocks) multiply_blocks<1, kPanels>(blocks, p.accumulate);
 }
 
 void multiply(const Bf16Product& p) {
   int64_t panel = 0;
-  for (; panel + 2 <= p.panels; panel += 2) {
-    int64_t row = 0;
-    for (; row + 2 <= p.row_blocks; row += 2) multiply_blocks<2, 2>(p, row, panel);
-    if (row < p.row_blocks) multiply_blocks<1, 2>(p, row, panel);
-  }
-  if (panel == p.panels) return;
-  int64_t row = 0;
-  for (; row + 2 <= p.row_blocks; row += 2) multiply_blocks<2, 1>(p, row, panel);
-  if (row < p.row_blocks) multiply_blocks<1, 1>(p, row, panel);
+  for (; panel + 2 <= p.panels; panel += 2) multiply_panels<2>(p, panel);
+  if (panel < p.panels) multiply_panels<1>(p, panel);
 }
 
 // ---- Packing --------------------------------------------------------------------------------------------------------
@@ -211,19 +222,20 @@ void unpack_rows(const float* x, int64_t panel_stride, float factor, int64_t row
 
 // ---- Softmax --------------------------------------------------------------------------------------------------------
 
-// e^x to 2e-7, for the LSE is fp32; 0 for -inf, NaN for NaN.
-inline __m512 exponential(__m512 x) {
-  const __m512 t = _mm512_max_ps(_mm512_set1_ps(-200.0f), _mm512_mul_ps(x, _mm512_set1_ps(1.4426950408889634f)));
-  const __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(t, n);
-  // 2^f on [-1/2, 1/2]: degree 5, least relative error with exactly 1 at 0.
-  __m512 p = _mm512_set1_ps(1.3264727e-3f);
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671513e-3f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.5507336e-2f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4022242e-1f));
-  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147e-1f));
+constexpr float kLog2E = 1.4426950408889634f;
+
+// 2^x to 1e-7, for the LSE is fp32; exactly 1 at 0, 0 for -inf, NaN for NaN. vreduceps gives 0 for ±inf, and vscalefps
+// takes floor(x) itself.
+inline __m512 exponential2(__m512 x) {
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  // 2^f on [0, 1): degree 5, least relative error with exactly 1 at 0.
+  __m512 p = _mm512_set1_ps(1.86713008e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.0170303e-3f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.57999131e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.4016445e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93151312e-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_scalef_ps(p, x);
 }
 
 // Two rows of 16 lanes as pairs.
@@ -231,43 +243,132 @@ inline __m512i pairs(__m512 first, __m512 second) {
   return _mm512_permutexvar_epi16(Source::interleave(), (__m512i)_mm512_cvtne2ps_pbh(second, first));
 }
 
-bool softmax_step(const SoftmaxStep<float>& t, float scale, Bf16* weights) {
-  const __m512 before = _mm512_loadu_ps(t.row_max), factor = _mm512_set1_ps(scale);
-  const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
-  __m512 most[4] = {nothing, nothing, nothing, nothing};
+inline __m512 nothing_seen() { return _mm512_set1_ps(-__builtin_inff()); }
+
+// The largest of `keys` scores per lane.
+inline __m512 largest(const float* scores, int64_t keys) {
+  __m512 most[4] = {nothing_seen(), nothing_seen(), nothing_seen(), nothing_seen()};
   int64_t j = 0;
-  for (; j + 4 <= t.keys; j += 4)
-    for (int n = 0; n < 4; ++n) most[n] = _mm512_max_ps(most[n], _mm512_load_ps(t.scores + (j + n) * kLanes));
-  for (; j < t.keys; ++j) most[0] = _mm512_max_ps(most[0], _mm512_load_ps(t.scores + j * kLanes));
-  const __m512 seen = _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
-  const __m512 after = _mm512_max_ps(before, _mm512_mul_ps(seen, factor));
-  // A row that has seen nothing keeps -inf as its maximum and subtracts 0.
-  const __m512 reference =
-      _mm512_mask_mov_ps(after, _mm512_cmp_ps_mask(after, nothing, _CMP_EQ_OQ), _mm512_setzero_ps());
-  __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  const auto weight = [&](int64_t key) {
-    return exponential(_mm512_fmsub_ps(_mm512_load_ps(t.scores + key * kLanes), factor, reference));
-  };
-  for (j = 0; j + 2 <= t.keys; j += 2) {
-    const __m512 p0 = weight(j), p1 = weight(j + 1);
-    sums[0] = _mm512_add_ps(sums[0], p0);
-    sums[1] = _mm512_add_ps(sums[1], p1);
-    _mm512_store_si512(weights + j * kLanes, pairs(p0, p1));
+  for (; j + 4 <= keys; j += 4)
+    for (int n = 0; n < 4; ++n) most[n] = _mm512_max_ps(most[n], _mm512_load_ps(scores + (j + n) * kLanes));
+  for (; j < keys; ++j) most[0] = _mm512_max_ps(most[0], _mm512_load_ps(scores + j * kLanes));
+  return _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
+}
+
+// The running softmax of one panel, with a lazy reference: a row keeps the reference that it has, at first the maximum
+// of its first kFirstKeys, and takes the true maximum only where the sum of its weights shows that the reference lies
+// far below. A row's result depends on nothing but the row.
+struct Weigher {
+  static constexpr int64_t kFirstKeys = 32;
+  static constexpr float kMost = 65536;  // of the sum of a tile's weights
+
+  __m512 factor;  // from scores to logits
+  __m512 reference;
+  __m512 sums[2];
+  __m512 scale2, shift2;  // weight = 2^(score · scale2 - shift2)
+
+  // With the reference so far (-inf: none), and the first `keys` scores.
+  void begin(float scale, const float* row_max, const float* scores, int64_t keys) {
+    factor = _mm512_set1_ps(scale);
+    scale2 = _mm512_set1_ps(scale * kLog2E);
+    const __m512 before = _mm512_loadu_ps(row_max);
+    const __mmask16 is_new = is_nothing(before);
+    refer_to(is_new == 0 ? before
+                         : _mm512_mask_mul_ps(before, is_new, largest(scores, keys < kFirstKeys ? keys : kFirstKeys),
+                                              factor));
   }
-  if (j < t.keys) {
-    const __m512 p = weight(j);
-    sums[0] = _mm512_add_ps(sums[0], p);
-    _mm512_store_si512(weights + j * kLanes, pairs(p, _mm512_setzero_ps()));
-    j += 2;
+
+  static __mmask16 is_nothing(__m512 x) { return _mm512_cmp_ps_mask(x, nothing_seen(), _CMP_EQ_OQ); }
+
+  // A row that has seen nothing keeps -inf as its reference and subtracts 0.
+  static __m512 subtracted(__m512 reference) {
+    return _mm512_mask_mov_ps(reference, is_nothing(reference), _mm512_setzero_ps());
   }
-  for (const int64_t padded = divide_up(t.keys, 32) * 32; j < padded; j += 2)
-    _mm512_store_si512(weights + j * kLanes, _mm512_setzero_si512());
-  const __m512 rescale = exponential(_mm512_sub_ps(before, reference));
-  _mm512_storeu_ps(t.row_max, after);
-  _mm512_storeu_ps(t.row_sum, _mm512_fmadd_ps(_mm512_loadu_ps(t.row_sum), rescale, _mm512_add_ps(sums[0], sums[1])));
+
+  void refer_to(__m512 to) {
+    reference = to;
+    shift2 = _mm512_mul_ps(subtracted(to), _mm512_set1_ps(kLog2E));
+    sums[0] = sums[1] = _mm512_setzero_ps();
+  }
+
+  __m512 weight(const float* scores) const {
+    return exponential2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale2, shift2));
+  }
+
+  // Weights of `keys` scores as B, padded with zeros to a block.
+  inline __attribute__((always_inline)) void weigh(const float* scores, int64_t keys, Bf16* weights) {
+    int64_t j = 0;
+    for (; j + 2 <= keys; j += 2) {
+      const __m512 p0 = weight(scores + j * kLanes), p1 = weight(scores + (j + 1) * kLanes);
+      sums[0] = _mm512_add_ps(sums[0], p0);
+      sums[1] = _mm512_add_ps(sums[1], p1);
+      _mm512_store_si512(weights + j * kLanes, pairs(p0, p1));
+    }
+    if (j < keys) {
+      const __m512 p = weight(scores + j * kLanes);
+      sums[0] = _mm512_add_ps(sums[0], p);
+      _mm512_store_si512(weights + j * kLanes, pairs(p, _mm512_setzero_ps()));
+      j += 2;
+    }
+    for (const int64_t padded = divide_up(keys, 32) * 32; j < padded; j += 2)
+      _mm512_store_si512(weights + j * kLanes, _mm512_setzero_si512());
+  }
+
+  __m512 sum() const { return _mm512_add_ps(sums[0], sums[1]); }
+
+  // Rows whose reference does not do.
+  __mmask16 failed() const {
+    return is_nothing(reference) | _mm512_cmp_ps_mask(sum(), _mm512_set1_ps(kMost), _CMP_NLE_UQ);
+  }
+};
+
+bool softmax_step(const SoftmaxStep<float>& t, float scale, Bf16* weights) {
+  const __m512 before = _mm512_loadu_ps(t.row_max);
+  Weigher weigher;
+  weigher.begin(scale, t.row_max, t.scores, t.keys);
+  weigher.weigh(t.scores, t.keys, weights);
+  if (const __mmask16 failed = weigher.failed()) {
+    const __m512 most = _mm512_mul_ps(largest(t.scores, t.keys), weigher.factor);
+    weigher.refer_to(_mm512_mask_max_ps(weigher.reference, failed, before, most));
+    weigher.weigh(t.scores, t.keys, weights);
+  }
+  const __m512 moved = _mm512_sub_ps(before, Weigher::subtracted(weigher.reference));
+  const __m512 rescale = exponential2(_mm512_mul_ps(moved, _mm512_set1_ps(kLog2E)));
+  _mm512_storeu_ps(t.row_max, weigher.reference);
+  _mm512_storeu_ps(t.row_sum, _mm512_fmadd_ps(_mm512_loadu_ps(t.row_sum), rescale, weigher.sum()));
   _mm512_storeu_ps(t.rescale, rescale);
   return _mm512_cmp_ps_mask(rescale, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) != 0;
 }
+
+// Scores of 32 keys at a time go no further than the first cache; the next product is issued before the exponentials
+// of the last, which need other ports.
+template <int kPanels>
+inline __attribute__((always_inline)) bool weigh_panels(const Bf16Weights& t) {
+  alignas(64) float scores[2][kPanels * kBlock];
+  Blocks blocks{t.k, t.k_row_stride, t.q, t.q_panel_stride, t.depth_blocks, scores[0], kBlock};
+  multiply_blocks<2, kPanels>(blocks, false);
+  Weigher weighers[kPanels];
+  for (int panel = 0; panel < kPanels; ++panel)
+    weighers[panel].begin(t.scale, t.row_max + panel * kLanes, scores[0] + panel * kBlock, t.keys);
+  for (int64_t key = 0; key < t.keys; key += 32) {
+    const float* now = blocks.c;
+    blocks.a += 2 * t.k_row_stride;
+    blocks.c = scores[(key / 32 + 1) % 2];
+    if (key + 32 < t.keys) multiply_blocks<2, kPanels>(blocks, false);
+    for (int panel = 0; panel < kPanels; ++panel)
+      weighers[panel].weigh(now + panel * kBlock, 32, t.weights + panel * t.weights_panel_stride + key * kLanes);
+  }
+  for (const Weigher& weigher : weighers)
+    if (weigher.failed() != 0) return false;
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const __m512 before = _mm512_loadu_ps(t.row_sum + panel * kLanes);
+    _mm512_storeu_ps(t.row_max + panel * kLanes, weighers[panel].reference);
+    _mm512_storeu_ps(t.row_sum + panel * kLanes, _mm512_add_ps(before, weighers[panel].sum()));
+  }
+  return true;
+}
+
+bool scores_to_weights(const Bf16Weights& t) { return t.panels == 2 ? weigh_panels<2>(t) : weigh_panels<1>(t); }
 
 // ---- Backward -------------------------------------------------------------------------------------------------------
 
@@ -292,14 +393,14 @@ inline __attribute__((always_inline)) void store_operands(const Bf16Gradients& g
 }
 
 void gradient_step(const GradientStep<float>& t, float scale, const Bf16Gradients& g) {
-  const __m512 factor = _mm512_set1_ps(scale), keep_scale = _mm512_set1_ps(t.keep_scale);
-  const __m512 delta = _mm512_loadu_ps(t.delta), reference = _mm512_loadu_ps(t.reference);
-  // P = e^(S - R) · 2^-L, where 2^-L is 0 for a row that sees nothing.
-  const __m512 log2_sum = _mm512_loadu_ps(t.log2_sum);
-  const __m512 inverse_sum = exponential(_mm512_mul_ps(log2_sum, _mm512_set1_ps(-0.6931471805599453f)));
+  const __m512 scale2 = _mm512_set1_ps(scale * kLog2E), keep_scale = _mm512_set1_ps(t.keep_scale);
+  const __m512 delta = _mm512_loadu_ps(t.delta);
+  // P = 2^(S · log2 e - R · log2 e - L), where L is +inf for a row that sees nothing.
+  const __m512 shift2 =
+      _mm512_fmadd_ps(_mm512_loadu_ps(t.reference), _mm512_set1_ps(kLog2E), _mm512_loadu_ps(t.log2_sum));
   store_operands(g, t.keys, [&](int64_t key, __m512& p, __m512& ds) {
     const __m512 s = _mm512_load_ps(t.scores + key * kLanes), dp = _mm512_load_ps(t.gradients + key * kLanes);
-    p = _mm512_mul_ps(exponential(_mm512_fmsub_ps(s, factor, reference)), inverse_sum);
+    p = exponential2(_mm512_fmsub_ps(s, scale2, shift2));
     ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp, keep_scale, delta));
   });
 }
@@ -315,7 +416,7 @@ void store_gradients(int64_t keys, const float* p, const float* ds, const Bf16Gr
 }  // namespace
 
 const Bf16Kernels amx_bf16{"amx",          begin,       end,          multiply,    pack_a_rows,  pack_a_columns,
-                           pack_b_columns, pack_b_rows, unpack_lanes, unpack_rows, softmax_step, gradient_step,
-                           store_gradients};
+                           pack_b_columns, pack_b_rows, unpack_lanes, unpack_rows, softmax_step, scores_to_weights,
+                           gradient_step,  store_gradients};
 
 }  // namespace flash::cpu::isa
