@@ -52,11 +52,14 @@ GPU_BINDING = Path("csrc/binding/ops_cuda.cpp")
 TORCH_TARGET_VERSION = "0x020a000000000000"
 
 # csrc/cpu/isa/<name>.cpp: the machines that it is for (none named = all) and the flags that it alone is compiled with.
+# -Wno: GCC 12 warns of what its own intrinsics leave undefined on purpose.
 ISA_UNITS: dict[str, tuple[tuple[str, ...], str]] = {
     "portable": ((), ""),
     "avx2": (("x86_64",), "-mavx2 -mfma"),
-    "avx512": (("x86_64",), "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512"),
-    # GCC 12 warns of what its own intrinsics leave undefined on purpose.
+    "avx512": (
+        ("x86_64",),
+        "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512 -Wno-maybe-uninitialized",
+    ),
     "amx": (
         ("x86_64",),
         "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mavx512bf16 -mfma -mamx-tile -mamx-bf16 "

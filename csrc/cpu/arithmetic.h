@@ -16,13 +16,14 @@ namespace flash::cpu {
 template <class Real_>
 struct RealArithmetic {
   using Real = Real_;
-  using Element = Real;                   // of packed operands
-  using Keys = RowsView<Real>;            // rows of K or V
-  struct ThreadState {};                  // what a thread sets up for an item
-  static constexpr int64_t kKeyStep = 1;  // a part of a tile of keys begins at a multiple of this
-  static constexpr int64_t kKeyPad = 1;   // products write whole multiples of this many keys
+  using Element = Real;                       // of packed operands
+  using Keys = RowsView<Real>;                // rows of K or V
+  struct ThreadState {};                      // what a thread sets up for an item
+  static constexpr int64_t kKeyStep = 1;      // a part of a tile of keys begins at a multiple of this
+  static constexpr int64_t kKeyPad = 1;       // products write whole multiples of this many keys
+  static constexpr bool kFused = false;       // whether there is a scores_to_weights
   static constexpr int64_t kScorePanels = 4;  // whose scores are computed together: all of a tile
-  static constexpr bool kInPlace = true;  // operands can be rows where they are, and scores
+  static constexpr bool kInPlace = true;      // operands can be rows where they are, and scores
 
   static const char* name() { return micro_kernels<Real>().name; }
 
@@ -64,10 +65,9 @@ struct RealArithmetic {
         {keys, dim, panels, k.data, k.stride, 1, kLanes, q, kLanes, dim * kLanes, s, kLanes, s_panel, false});
   }
 
-  static bool can_fuse(const AttentionParams& /*p*/) { return false; }
-  static bool scores_to_weights(const AttentionParams& /*p*/, Keys /*k*/, TileSize /*size*/, int64_t /*keys*/,
-                                const Element* /*q*/, int64_t /*panels*/, Real* /*row_max*/, Real* /*row_sum*/,
-                                Element* /*weights*/) {
+  static bool scores_to_weights(const AttentionParams& /*p*/, const HeadContext<Real>& /*head*/,
+                                const TilePlace& /*tile*/, bool /*is_clean*/, TileSize /*size*/, Keys /*k*/,
+                                const Element* /*q*/, Real* /*row_max*/, Real* /*row_sum*/, Element* /*weights*/) {
     return false;
   }
 
@@ -77,11 +77,8 @@ struct RealArithmetic {
                                     size.panel_elements(), o, kLanes, o_panel, accumulate});
   }
 
-  // Scores to logits; returns what the softmax must still multiply them by: nothing, the scale is part of Q.
-  static Real adjust(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real* scores) {
-    adjust_logits<Real>(p, head, panel, scores, nullptr);
-    return 1;
-  }
+  // By which scores are to be multiplied: the scale is part of Q.
+  static Real score_scale(const AttentionParams& /*p*/) { return 1; }
 
   static bool softmax(const SoftmaxStep<Real>& step, Real /*scale*/, Element* /*weights*/) {
     return micro_kernels<Real>().softmax_step(step);
@@ -92,7 +89,9 @@ struct RealArithmetic {
     std::fill(weights + keys * kLanes, weights + end * kLanes, Real(0));
   }
 
-  static void drop_weights(const uint8_t* keep, int64_t keys, Element* weights) { drop(keep, keys, weights); }
+  static void drop_weights(const uint8_t* keep, int64_t keys, Element* weights) {
+    micro_kernels<Real>().drop(keep, keys, weights);
+  }
 
   // Rows of a tensor = factor[lane] · x[d][lane], of one panel. A factor of 0 gives 0 whatever x holds.
   static void store_lanes(DataType dtype, const Operand& to, int64_t offset, int64_t rows, int64_t dim,
@@ -133,8 +132,6 @@ struct RealArithmetic {
   static Gradients gradients(const Real* p, const Real* ds, Element* /*operands*/, TileSize /*size*/) {
     return {p, ds, ds};
   }
-  // What the scores of backward must still be multiplied by.
-  static Real scale_scores(const AttentionParams& /*p*/, bool /*now*/, int64_t /*keys*/, Real* /*scores*/) { return 1; }
   static void gradient_step(const GradientStep<Real>& step, Real /*scale*/, int64_t /*panel*/, Element* /*operands*/,
                             TileSize /*size*/) {
     micro_kernels<Real>().gradient_step(step);

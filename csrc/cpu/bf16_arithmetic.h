@@ -13,13 +13,15 @@ struct Bf16Arithmetic {
 
   // A thread's tile registers.
   struct ThreadState {
-    ThreadState() { kernels().begin(); }
-    ~ThreadState() { kernels().end(); }
+    const uint32_t before = kernels().begin();
+    ThreadState() = default;
+    ~ThreadState() { kernels().end(before); }
     ThreadState(const ThreadState&) = delete;
     ThreadState& operator=(const ThreadState&) = delete;
   };
 
   static constexpr int64_t kKeyStep = 32, kKeyPad = 32, kScorePanels = 2;
+  static constexpr bool kFused = true;
   static constexpr bool kInPlace = false;
 
   static const Bf16Kernels& kernels() { return *bf16_kernels(); }
@@ -28,7 +30,7 @@ struct Bf16Arithmetic {
   static int64_t row_blocks(int64_t rows) { return divide_up(rows, 16); }
   static int64_t depth_blocks(int64_t depth) { return divide_up(depth, 32); }
 
-  // Of 64, 128, 256 rows × 256, 512, 1024 keys the best nearly everywhere: few passes over O, and S of a tile in L2.
+  // Of 64, 128, 256 rows × 256, 512, 1024 keys the best nearly everywhere: few passes over O.
   static TileSize forward_tile(int64_t longest_q, int64_t longest_k) {
     return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64),
             std::clamp<int64_t>(round_up(longest_k, 32), 32, 512)};
@@ -72,16 +74,29 @@ struct Bf16Arithmetic {
     kernels().multiply({row_blocks(keys), depth, panels, k, depth * kBlock, q, depth * kBlock, s, s_panel, false});
   }
 
-  // Whether scores_to_weights does it where every row sees every key.
-  static bool can_fuse(const AttentionParams& p) {
-    return p.score.scale > 0 && !changes_logits(p) && !p.mask.given();
-  }
-
-  static bool scores_to_weights(const AttentionParams& p, Keys k, TileSize size, int64_t keys, const Element* q,
-                                int64_t panels, Real* row_max, Real* row_sum, Element* weights) {
+  // The weights of a tile's panels in one go, where they begin and end with whole steps of keys. False: do it in steps.
+  static bool scores_to_weights(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& tile,
+                                bool is_clean, TileSize size, Keys k, const Element* q, Real* row_max, Real* row_sum,
+                                Element* weights) {
+    struct Context {
+      const AttentionParams& p;
+      const HeadContext<Real>& head;
+      const TilePlace& tile;
+      Real scale;
+    };
+    const auto adjust = [](const void* given, const PanelPart& part, float* scores) {
+      const auto& context = *static_cast<const Context*>(given);
+      TilePlace panel = context.tile.panel(part.panel);
+      panel.first_key += part.first_key;
+      panel.keys = part.keys;
+      adjust_logits<Real>(context.p, context.head, panel, context.scale, scores, nullptr);
+    };
+    if (tile.keys % kKeyStep != 0) return false;
+    const Context context{p, head, tile, score_scale(p)};
     const int64_t depth = depth_blocks(p.dim);
-    return kernels().scores_to_weights({keys, depth, static_cast<int>(panels), k, depth * kBlock, q, depth * kBlock,
-                                        static_cast<Real>(p.score.scale), row_max, row_sum, weights,
+    return kernels().scores_to_weights({tile.keys, depth, static_cast<int>(divide_up(tile.rows, kLanes)), k,
+                                        depth * kBlock, q, depth * kBlock, is_clean ? nullptr : +adjust, &context,
+                                        scale_left(p, context.scale), row_max, row_sum, weights,
                                         size.panel_elements()});
   }
 
@@ -91,11 +106,7 @@ struct Bf16Arithmetic {
                         size.panel_elements(), o, o_panel, accumulate});
   }
 
-  static Real adjust(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real* scores) {
-    const Real scale = scale_scores(p, changes_logits(p), panel.keys, scores);
-    adjust_logits<Real>(p, head, panel, scores, nullptr);
-    return scale;
-  }
+  static Real score_scale(const AttentionParams& p) { return static_cast<Real>(p.score.scale); }
 
   static bool softmax(const SoftmaxStep<Real>& step, Real scale, Element* weights) {
     return kernels().softmax_step(step, scale, weights);
@@ -106,11 +117,7 @@ struct Bf16Arithmetic {
     if (from < to) std::fill(weights + from, weights + to, Bf16{0});
   }
 
-  static void drop_weights(const uint8_t* keep, int64_t keys, Element* weights) {
-    for (int64_t j = 0; j < keys; ++j)
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        if (keep[j * kLanes + lane] == 0) weights[j / 2 * 2 * kLanes + lane * 2 + j % 2] = 0;
-  }
+  static void drop_weights(const uint8_t* keep, int64_t keys, Element* weights) { kernels().drop(keep, keys, weights); }
 
   static void store_lanes(DataType, const Operand& to, int64_t offset, int64_t rows, int64_t dim, const Real* factor,
                           Real* x) {
@@ -146,13 +153,6 @@ struct Bf16Arithmetic {
             operands + 2 * elements + panel * size.panel_elements()};
   }
 
-  // Left to the softmax, unless that is to be `now`, or a scale <= 0 would turn -inf around.
-  static Real scale_scores(const AttentionParams& p, bool now, int64_t keys, Real* scores) {
-    const Real scale = static_cast<Real>(p.score.scale);
-    if (!now && scale > 0) return scale;
-    for (int64_t i = 0; i < keys * kLanes; ++i) scores[i] *= scale;
-    return 1;
-  }
   static void gradient_step(const GradientStep<Real>& step, Real scale, int64_t panel, Element* operands,
                             TileSize size) {
     kernels().gradient_step(step, scale, panel_operands(panel, operands, size));

@@ -53,7 +53,8 @@ class ForwardPass {
 
  private:
   struct Buffers {
-    Real *scores, *out_lanes, *row_max, *row_sum, *rescale;
+    Real* scores;  // [panel][key][lane]: logits, then probabilities
+    Real *out_lanes, *row_max, *row_sum, *rescale;
     Element *q_lanes, *weights;
     uint8_t* keep;
     int64_t reals;
@@ -62,7 +63,7 @@ class ForwardPass {
       const AttentionParams& p = pass.p_;
       const TileSize size = pass.size_;
       Carver<Real> carve(piece);
-      scores = carve.take(size.rows * size.keys);  // [panel][key][lane]: logits, then probabilities
+      scores = carve.take(pass.score_panels() * size.panel_elements());
       out_lanes = carve.take(round_up(p.dim_v, kLanes) * size.rows);
       row_max = carve.take(size.rows);
       row_sum = carve.take(size.rows);
@@ -73,6 +74,12 @@ class ForwardPass {
       reals = carve.used();
     }
   };
+
+  // Where weights take the place of scores, all panels of a tile have theirs; else those that are computed together.
+  int64_t score_panels() const { return Arithmetic::kInPlace ? size_.panels() : Arithmetic::kScorePanels; }
+  Real* scores_of(int64_t panel, const Buffers& buffers) const {
+    return buffers.scores + panel % score_panels() * size_.panel_elements();
+  }
 
   int64_t all_units() const { return static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
 
@@ -137,25 +144,30 @@ class ForwardPass {
       // Only keys that some row sees take part, but for what rounds them up to a step.
       const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
       const Range keys{in_tile.begin / Arithmetic::kKeyStep * Arithmetic::kKeyStep, in_tile.end};
-      const Range clean = Arithmetic::can_fuse(p_) ? whole_steps(intersect(in_tile, by_all)) : Range{};
-      const auto use = [&](Range part, bool is_clean) {
-        if (!part.empty()) attend(unit, head, rows, n, part, is_clean, std::exchange(is_first, false), buffers);
-      };
-      if (clean.empty()) {
-        use(keys, false);
-      } else {
-        use({keys.begin, clean.begin}, false);
-        use(clean, true);
-        use({clean.end, keys.end}, false);
-      }
+      for_each_part(keys, by_all, [&](Range part, bool is_clean) {
+        attend(unit, head, rows, n, part, is_clean, std::exchange(is_first, false), buffers);
+      });
     }
+  }
+
+  // Cuts the keys of a tile into what can be done in one way: in whole steps, and clean, which means that every row sees
+  // every key and that nothing changes the logits.
+  template <class Use>
+  void for_each_part(Range keys, Range by_all, const Use& use) const {
+    if (!Arithmetic::kFused) return use(keys, false);
+    const bool is_plain = !changes_logits(p_) && !p_.mask.given() && p_.score.scale > 0;
+    const Range steps = whole_steps(is_plain ? intersect(keys, by_all) : keys);
+    if (steps.empty()) return use(keys, false);
+    if (keys.begin < steps.begin) use({keys.begin, steps.begin}, false);
+    use(steps, is_plain);
+    if (steps.end < keys.end) use({steps.end, keys.end}, false);
   }
 
   static Range whole_steps(Range keys) {
     return {round_up(keys.begin, Arithmetic::kKeyStep), keys.end / Arithmetic::kKeyStep * Arithmetic::kKeyStep};
   }
 
-  // Adds what some keys of tile n give. is_clean: all rows see all of them, and nothing changes their logits.
+  // Adds what some keys of tile n give.
   void attend(const Unit& unit, const HeadContext<Real>& head, Range rows, int64_t n, Range keys, bool is_clean,
               bool is_first, const Buffers& buffers) const {
     const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
@@ -166,11 +178,11 @@ class ForwardPass {
       const int64_t some = std::min(Arithmetic::kScorePanels, panels - panel), end = panel + some;
       const Element* q = buffers.q_lanes + Arithmetic::query_elements(panel, p_.dim);
       Element* to = weights(buffers) + panel * size_.panel_elements();
-      if (!is_clean || !Arithmetic::scores_to_weights(p_, k, size_, keys.size(), q, some,
-                                                      buffers.row_max + panel * kLanes,
-                                                      buffers.row_sum + panel * kLanes, to)) {
-        Arithmetic::scores(k, size_, keys.size(), p_.dim, q, some, buffers.scores + panel * size_.panel_elements(),
-                           size_.panel_elements());
+      const TilePlace place{tile.first_row + panel * kLanes, std::min(some * kLanes, tile.rows - panel * kLanes),
+                            tile.first_key, tile.keys};
+      if (!Arithmetic::scores_to_weights(p_, head, place, is_clean, size_, k, q, buffers.row_max + panel * kLanes,
+                                         buffers.row_sum + panel * kLanes, to)) {
+        Arithmetic::scores(k, size_, keys.size(), p_.dim, q, some, scores_of(panel, buffers), size_.panel_elements());
         for (int64_t x = panel; x < end; ++x) softmax(head, tile.panel(x), x, is_first, buffers);
       }
       if (p_.dropout.given())
@@ -195,9 +207,9 @@ class ForwardPass {
   void softmax(const HeadContext<Real>& head, const TilePlace& whole, int64_t index, bool is_first,
                const Buffers& buffers) const {
     const TilePlace panel = without_last_keys(head, whole);
-    Real* scores = buffers.scores + index * size_.panel_elements();
+    Real* scores = scores_of(index, buffers);
     Real* rescale = buffers.rescale + index * kLanes;
-    const Real scale = Arithmetic::adjust(p_, head, panel, scores);
+    const Real scale = adjust_logits<Real>(p_, head, panel, Arithmetic::score_scale(p_), scores, nullptr);
     const bool moved = Arithmetic::softmax(
         {panel.keys, scores, buffers.row_max + index * kLanes, buffers.row_sum + index * kLanes, rescale}, scale,
         weights(buffers) + index * size_.panel_elements());

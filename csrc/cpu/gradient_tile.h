@@ -92,11 +92,10 @@ struct GradientTile {
     const int64_t at = index * size.panel_elements(), elements = panel.keys * kLanes;
     Real *s = scores + at, *ds = dlogits + at;
     const bool capped = derivative != nullptr;
-    const Real scale = Arithmetic::scale_scores(p, changes_logits(p) || p.dropout.given(), panel.keys, s);
-    adjust_logits(p, head, panel, s, capped ? derivative + at : nullptr);
+    const Real scale = adjust_logits(p, head, panel, Arithmetic::score_scale(p), s, capped ? derivative + at : nullptr);
     if (p.dropout.given()) {
       dropout_panel(p.dropout, head.dropout, panel, keep);
-      drop(keep, panel.keys, ds);
+      micro_kernels<Real>().drop(keep, panel.keys, ds);
     }
     const int64_t lane = index * kLanes;
     const GradientStep<Real> step{
@@ -105,8 +104,9 @@ struct GradientTile {
       Arithmetic::gradient_step(step, scale, index, operands, size);
       return;
     }
+    if (scale != 1) scale_panel(scale, panel.keys, s);
     micro_kernels<Real>().gradient_step(step);
-    if (p.dropout.given()) drop(keep, panel.keys, s);
+    if (p.dropout.given()) micro_kernels<Real>().drop(keep, panel.keys, s);
     if (capped) {
       Real* x = derivative + at;
       for (int64_t i = 0; i < elements; ++i) x[i] *= ds[i];

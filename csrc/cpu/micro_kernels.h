@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "common/params.h"
+
 namespace flash::cpu {
 
 inline constexpr int64_t kLanes = 16;  // of a panel
@@ -51,12 +53,49 @@ struct GradientStep {
   Real keep_scale;
 };
 
+// What belongs to a panel in a tensor of rows and keys, the elements of a row side by side.
+struct PanelRows {
+  DataType dtype;
+  const void* data;
+  int64_t row_stride, rows, keys;
+};
+struct PanelBytes {
+  const uint8_t* data;
+  int64_t row_stride, rows, keys;
+};
+
+// The keys that each lane sees, counted from the panel's first.
+struct KeyBounds {
+  int32_t begin[kLanes], end[kLanes];
+};
+
+// A panel's place in the random numbers of common/dropout.h: its first row is a multiple of 16, `query_group` is that
+// row's.
+struct DropoutPanel {
+  uint32_t key0, key1, salt2, salt3, threshold;
+  uint64_t query_group;
+  int64_t first_key, keys;
+};
+
 template <class Real>
 struct MicroKernels {
   const char* name;
   void (*multiply)(const Product<Real>&);
   bool (*softmax_step)(const SoftmaxStep<Real>&);
   void (*gradient_step)(const GradientStep<Real>&);
+
+  // The first three begin with s = scale · s.
+  // s = softcap · tanh(s / softcap); `derivative` (may be null) becomes 1 - tanh². count: a multiple of kLanes.
+  void (*softcap)(int64_t count, Real scale, Real softcap, Real* scores, Real* derivative);
+  // s[key][lane] -= slope · |distance + lane - key|, which is below 2^31.
+  void (*add_alibi)(int64_t keys, Real scale, Real slope, int64_t distance, Real* scores);
+  void (*add_bias)(const PanelRows&, Real scale, Real* scores);
+  // s = -inf where the byte is 0; for keys [first, last), where a lane does not see them.
+  void (*hide_masked)(const PanelBytes&, Real* scores);
+  void (*hide_outside)(const KeyBounds&, int64_t first, int64_t last, Real* scores);
+  // keep[key][lane] = whether dropout keeps the element; x = 0 where it does not.
+  void (*dropout_panel)(const DropoutPanel&, uint8_t* keep);
+  void (*drop)(const uint8_t* keep, int64_t keys, Real* x);
 };
 
 // ---- bf16 operands with fp32 sums -----------------------------------------------------------------------------------
@@ -85,8 +124,12 @@ struct Bf16Rows {
   int64_t stride, rows, first, end, dim;
 };
 
-// S = K · Q and its weights in one, for keys that every row sees: softmax_step of each panel, but it gives up where a
-// row's reference would have to move.
+struct PanelPart {
+  int64_t panel, first_key, keys;
+};
+
+// S = K · Q and its weights in one: softmax_step of each panel, but it gives up where a row's reference would have to
+// move.
 struct Bf16Weights {
   int64_t keys, depth_blocks;  // keys: a multiple of 32
   int panels;                  // 1 or 2
@@ -94,6 +137,9 @@ struct Bf16Weights {
   int64_t k_row_stride;
   const Bf16* q;
   int64_t q_panel_stride;
+  // From scores [key][lane] of some keys of a panel to what `scale` makes logits of; or null.
+  void (*adjust)(const void* context, const PanelPart&, float* scores);
+  const void* context;
   float scale;
   float *row_max, *row_sum;  // [panel][lane]
   Bf16* weights;
@@ -109,8 +155,8 @@ struct Bf16Gradients {
 
 struct Bf16Kernels {
   const char* name;
-  void (*begin)();  // before and after a thread's work
-  void (*end)();
+  uint32_t (*begin)();  // before and after a thread's work; `end` gets what `begin` gave
+  void (*end)(uint32_t);
   void (*multiply)(const Bf16Product&);
   // A of X and of X^T, B of X^T and of X, for rows X.
   void (*pack_a_rows)(const Bf16Rows&, Bf16*);
@@ -128,6 +174,7 @@ struct Bf16Kernels {
   bool (*scores_to_weights)(const Bf16Weights&);
   // gradient_step of scale · scores, which stay, as dP does.
   void (*gradient_step)(const GradientStep<float>&, float scale, const Bf16Gradients&);
+  void (*drop)(const uint8_t* keep, int64_t keys, Bf16* weights);
   // Only the conversion; null for zeros.
   void (*store_gradients)(int64_t keys, const float* p, const float* ds, const Bf16Gradients&);
 };

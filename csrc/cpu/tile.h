@@ -2,6 +2,8 @@
 // and dropout. A panel is 16 query rows (lanes) × `keys` keys, [key][lane].
 #pragma once
 
+#include <utility>
+
 #include "common/dropout.h"
 #include "common/score.h"
 #include "common/sequence.h"
@@ -43,57 +45,61 @@ struct TilePlace {
   }
 };
 
-// Keys that are looked at together where a temporary of [key][lane] is needed.
-inline constexpr int64_t kSomeKeys = 64;
-
-// s += alibi.
+// s = scale · s + alibi.
 template <class Real>
-void add_alibi(Real slope, const TilePlace& panel, int64_t diagonal, Real* scores) {
-  const int64_t base = panel.first_row + diagonal - panel.first_key;  // the distance of lane 0 from key 0
-  const bool is_near = base > -(1 << 30) && base < (1 << 30) && panel.keys < (1 << 20);
-  for (int64_t j = 0; j < panel.keys; ++j, scores += kLanes) {
-    if (is_near) {
-      const auto distance = static_cast<int32_t>(base - j);
-      for (int32_t lane = 0; lane < kLanes; ++lane)
-        scores[lane] -= slope * static_cast<Real>(distance + lane < 0 ? -(distance + lane) : distance + lane);
-    } else {
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        scores[lane] += alibi(slope, panel.first_row + lane, panel.first_key + j, diagonal);
-    }
+void add_alibi(Real scale, Real slope, const TilePlace& panel, int64_t diagonal, Real* scores) {
+  const int64_t distance = panel.first_row + diagonal - panel.first_key;  // of lane 0 from key 0
+  constexpr int64_t kFar = int64_t{1} << 30;
+  if (distance > -kFar && distance < kFar && panel.keys < kFar - kLanes) {
+    micro_kernels<Real>().add_alibi(panel.keys, scale, slope, distance, scores);
+    return;
   }
+  for (int64_t j = 0; j < panel.keys; ++j, scores += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      scores[lane] = scale * scores[lane] + alibi(slope, panel.first_row + lane, panel.first_key + j, diagonal);
 }
 
-// Calls use(key, values) for every key, with values[lane] = element (row `lane`, key) as convert (of lanes_from_rows)
-// gives it.
-template <class Real, class Convert, class Use>
-void for_each_key(const TilePlace& panel, const Convert& convert, const Use& use) {
-  Real values[kSomeKeys * kLanes] = {};
+// Calls use(rows, row stride, first key, keys) with the panel's elements of a bias or mask side by side: where they are,
+// or copied some keys at a time.
+template <class T, class Use>
+void with_adjacent_keys(const T* data, int64_t row_stride, int64_t column_stride, const TilePlace& panel,
+                        const Use& use) {
+  if (column_stride == 1) {
+    use(data, row_stride, int64_t{0}, panel.keys);
+    return;
+  }
+  constexpr int64_t kSomeKeys = 64;
+  T copy[kLanes * kSomeKeys];
   for (int64_t first = 0; first < panel.keys; first += kSomeKeys) {
     const int64_t some = std::min(kSomeKeys, panel.keys - first);
-    lanes_from_rows(
-        panel.rows, some, Real(1),
-        [&](int64_t row, int64_t c, int64_t count, Real* to) { convert(row, first + c, count, to); }, values);
-    for (int64_t j = 0; j < some; ++j) use(first + j, values + j * kLanes);
+    for (int64_t row = 0; row < panel.rows; ++row)
+      for (int64_t c = 0; c < some; ++c)
+        copy[row * kSomeKeys + c] = data[row * row_stride + (first + c) * column_stride];
+    use(static_cast<const T*>(copy), kSomeKeys, first, some);
   }
 }
 
+// s = scale · s + bias.
 template <class Real>
-void add_bias(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real* scores) {
+void add_bias(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real scale,
+              Real* scores) {
   const int64_t origin = p.bias.offset(head.sequence.index, head.head, head.sequence.q.leftpad + panel.first_row,
                                        head.sequence.k.leftpad + panel.first_key);
-  const auto convert = [&](int64_t row, int64_t first, int64_t count, Real* to) {
-    const int64_t stride = p.bias.column_stride, offset = origin + row * p.bias.row_stride + first * stride;
-    with_loader<Real>(p.bias.dtype, p.bias.data, offset, [&](auto load) {
-      if (stride == 1) {
-        for (int64_t c = 0; c < count; ++c) to[c] = load(c);
-      } else {
-        for (int64_t c = 0; c < count; ++c) to[c] = load(c * stride);
-      }
-    });
+  const auto add = [&]<class T>(const T* data) {
+    with_adjacent_keys(data + origin, p.bias.row_stride, p.bias.column_stride, panel,
+                       [&](const T* rows, int64_t stride, int64_t first, int64_t keys) {
+                         micro_kernels<Real>().add_bias({p.bias.dtype, rows, stride, panel.rows, keys}, scale,
+                                                        scores + first * kLanes);
+                       });
   };
-  for_each_key<Real>(panel, convert, [&](int64_t j, const Real* values) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) scores[j * kLanes + lane] += values[lane];
-  });
+  switch (bytes_of(p.bias.dtype)) {
+    case 8:
+      return add(static_cast<const uint64_t*>(p.bias.data));
+    case 4:
+      return add(static_cast<const uint32_t*>(p.bias.data));
+    default:
+      return add(static_cast<const uint16_t*>(p.bias.data));
+  }
 }
 
 // s = -inf where the mask is false.
@@ -102,19 +108,10 @@ void apply_mask(const AttentionParams& p, const HeadContext<Real>& head, const T
   const auto* origin = static_cast<const uint8_t*>(p.mask.data) +
                        p.mask.offset(head.sequence.index, head.head, head.sequence.q.leftpad + panel.first_row,
                                      head.sequence.k.leftpad + panel.first_key);
-  const auto convert = [&](int64_t row, int64_t first, int64_t count, Real* to) {
-    const int64_t stride = p.mask.column_stride;
-    const uint8_t* allowed = origin + row * p.mask.row_stride + first * stride;
-    if (stride == 1) {
-      for (int64_t c = 0; c < count; ++c) to[c] = allowed[c] != 0 ? Real(1) : Real(0);
-    } else {
-      for (int64_t c = 0; c < count; ++c) to[c] = allowed[c * stride] != 0 ? Real(1) : Real(0);
-    }
-  };
-  for_each_key<Real>(panel, convert, [&](int64_t j, const Real* values) {
-    Real* s = scores + j * kLanes;
-    for (int64_t lane = 0; lane < kLanes; ++lane) s[lane] = values[lane] != 0 ? s[lane] : -Real(INFINITY);
-  });
+  with_adjacent_keys(origin, p.mask.row_stride, p.mask.column_stride, panel,
+                     [&](const uint8_t* rows, int64_t stride, int64_t first, int64_t keys) {
+                       micro_kernels<Real>().hide_masked({rows, stride, panel.rows, keys}, scores + first * kLanes);
+                     });
 }
 
 // s = -inf where causal, window or lengths hide the key. Keys that every lane sees are not looked at.
@@ -124,21 +121,19 @@ void hide_keys(const Visibility& visibility, const TilePlace& panel, Real* score
   const int64_t all_begin = all.empty() ? panel.keys : all.begin - panel.first_key;
   const int64_t all_end = all.empty() ? panel.keys : all.end - panel.first_key;
   if (all_begin == 0 && all_end == panel.keys) return;
-  int32_t begin[kLanes] = {}, end[kLanes] = {};  // of the keys that a lane sees, counted from the panel's first
+  KeyBounds bounds{};
   for (int64_t lane = 0; lane < panel.rows; ++lane) {
     const Range keys = intersect(visibility.keys(panel.first_row + lane), panel.key_range());
-    begin[lane] = static_cast<int32_t>(keys.begin - panel.first_key);
-    end[lane] = static_cast<int32_t>(std::max(keys.begin, keys.end) - panel.first_key);
+    bounds.begin[lane] = static_cast<int32_t>(keys.begin - panel.first_key);
+    bounds.end[lane] = static_cast<int32_t>(std::max(keys.begin, keys.end) - panel.first_key);
   }
-  const auto hide = [&](int64_t first, int64_t last) {
-    for (auto j = static_cast<int32_t>(first); j < last; ++j) {
-      Real* s = scores + j * kLanes;
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        s[lane] = begin[lane] <= j && j < end[lane] ? s[lane] : -Real(INFINITY);
-    }
-  };
-  hide(0, all_begin);
-  hide(all_end, panel.keys);
+  micro_kernels<Real>().hide_outside(bounds, 0, all_begin, scores);
+  micro_kernels<Real>().hide_outside(bounds, all_end, panel.keys, scores);
+}
+
+template <class Real>
+void scale_panel(Real scale, int64_t keys, Real* scores) {
+  for (int64_t i = 0; i < keys * kLanes; ++i) scores[i] *= scale;
 }
 
 // Whether adjust_logits does more than hide keys.
@@ -146,46 +141,39 @@ inline bool changes_logits(const AttentionParams& p) {
   return p.score.softcap > 0 || p.score.alibi_slopes != nullptr || p.bias.given();
 }
 
-// From scale · q·k of one panel to the logits: softcap, ALiBi, bias; -inf where a row does not see a key.
-// `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold finite values
-// if K is finite, and nothing reads them.
+// What adjust_logits leaves to be multiplied: all of the scale, unless something is added to scaled scores, or -inf would
+// be turned around.
 template <class Real>
-void adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real* scores,
-                   Real* softcap_derivative) {
-  if (p.score.softcap > 0) {
-    const Real softcap = static_cast<Real>(p.score.softcap);
-    for (int64_t x = 0; x < panel.keys * kLanes; ++x) {
-      const Softcapped<Real> capped = apply_softcap(scores[x], softcap);
-      scores[x] = capped.value;
-      if (softcap_derivative != nullptr) softcap_derivative[x] = capped.derivative;
-    }
-  }
-  if (head.alibi_slope != 0) add_alibi(head.alibi_slope, panel, head.visibility.diagonal, scores);
-  if (p.bias.given()) add_bias(p, head, panel, scores);
+Real scale_left(const AttentionParams& p, Real scale) {
+  return changes_logits(p) || scale <= 0 ? Real(1) : scale;
+}
+
+// From s, where scale · s = scale · q·k, of one panel to the logits: softcap, ALiBi, bias; -inf where a row does not see
+// a key. `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold finite
+// values if K is finite, and nothing reads them. Returns what is left of the scale: see scale_left.
+template <class Real>
+Real adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real scale,
+                   Real* scores, Real* softcap_derivative) {
+  const Real left = scale_left(p, scale);
+  if (p.score.softcap > 0)
+    micro_kernels<Real>().softcap(panel.keys * kLanes, std::exchange(scale, left), static_cast<Real>(p.score.softcap),
+                                  scores, softcap_derivative);
+  if (p.score.alibi_slopes != nullptr)
+    add_alibi(std::exchange(scale, left), head.alibi_slope, panel, head.visibility.diagonal, scores);
+  if (p.bias.given()) add_bias(p, head, panel, std::exchange(scale, left), scores);
+  if (scale != left) scale_panel(scale, panel.keys, scores);
   if (p.mask.given()) apply_mask(p, head, panel, scores);
   hide_keys(head.visibility, panel, scores);
+  return left;
 }
 
-// keep[key][lane] = whether dropout keeps the element, in one panel.
+// keep[key][lane] = whether dropout keeps the element, in one panel, which begins at a multiple of 16 rows.
 inline void dropout_panel(const Dropout& dropout, const DropoutStream& stream, const TilePlace& panel, uint8_t* keep) {
-  const Range rows = panel.row_range(), keys = panel.key_range();
-  for (int64_t q0 = rows.begin / kDropoutQueries * kDropoutQueries; q0 < rows.end; q0 += kDropoutQueries)
-    for (int64_t k0 = keys.begin / kDropoutKeys * kDropoutKeys; k0 < keys.end; k0 += kDropoutKeys)
-      for (int64_t group = 0; group < 64; ++group) {
-        const int64_t q1 = q0 + group / 8, k1 = k0 + group % 8;
-        const DropoutDraws draws = stream.draws(dropout_query_group(q1), dropout_key_group(k1));
-        for (int query_slot = 0; query_slot < 2; ++query_slot)
-          for (int key_slot = 0; key_slot < 4; ++key_slot) {
-            const int64_t q = q1 + 8 * query_slot, k = k1 + 8 * key_slot;
-            if (!rows.contains(q) || !keys.contains(k)) continue;
-            keep[(k - keys.begin) * kLanes + (q - rows.begin)] = draws.draw(query_slot, key_slot) >= dropout.threshold;
-          }
-      }
-}
-
-template <class Real>
-void drop(const uint8_t* keep, int64_t keys, Real* x) {
-  for (int64_t i = 0; i < keys * kLanes; ++i) x[i] = keep[i] != 0 ? x[i] : Real(0);
+  static_assert(kDropoutQueries == kLanes);
+  micro_kernels<float>().dropout_panel(
+      {stream.key0, stream.key1, stream.salt2, stream.salt3, dropout.threshold,
+       static_cast<uint64_t>(dropout_query_group(panel.first_row)), panel.first_key, panel.keys},
+      keep);
 }
 
 }  // namespace flash::cpu

@@ -14,12 +14,19 @@ struct TileConfiguration {
 static_assert(sizeof(TileConfiguration) == 64);
 
 // Inline assembly, because GCC 12's _tile_loadconfig says that it reads 8 bytes, and the rest is optimised away.
-void begin() {
+uint32_t begin() {
   alignas(64) const TileConfiguration configuration;
   asm volatile("ldtilecfg %0" ::"m"(configuration) : "memory");
+  // tdpbf16ps and vcvtneps2bf16 take subnormal numbers for 0 anyway: the vector units shall not be slow for their sake.
+  const uint32_t before = _mm_getcsr();
+  _mm_setcsr(before | _MM_FLUSH_ZERO_ON);
+  return before;
 }
 
-void end() { _tile_release(); }
+void end(uint32_t before) {
+  _mm_setcsr(before);
+  _tile_release();
+}
 
 // ---- Products -------------------------------------------------------------------------------------------------------
 
@@ -70,8 +77,13 @@ inline __attribute__((always_inline)) void multiply_blocks(const Blocks& p, bool
 
 template <int kPanels>
 inline __attribute__((always_inline)) void multiply_panels(const Bf16Product& p, int64_t panel) {
-  Blocks blocks{p.a, p.a_row_stride, p.b + panel * p.b_panel_stride, p.b_panel_stride, p.depth_blocks,
-                p.c + panel * p.c_panel_stride, p.c_panel_stride};
+  Blocks blocks{p.a,
+                p.a_row_stride,
+                p.b + panel * p.b_panel_stride,
+                p.b_panel_stride,
+                p.depth_blocks,
+                p.c + panel * p.c_panel_stride,
+                p.c_panel_stride};
   int64_t row = 0;
   for (; row + 2 <= p.row_blocks; row += 2, blocks.a += 2 * p.a_row_stride, blocks.c += 2 * 256)
     multiply_blocks<2, kPanels>(blocks, p.accumulate);
@@ -222,8 +234,6 @@ void unpack_rows(const float* x, int64_t panel_stride, float factor, int64_t row
 
 // ---- Softmax --------------------------------------------------------------------------------------------------------
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 // 2^x to 1e-7, for the LSE is fp32; exactly 1 at 0, 0 for -inf, NaN for NaN. vreduceps gives 0 for ±inf, and vscalefps
 // takes floor(x) itself.
 inline __m512 exponential2(__m512 x) {
@@ -237,6 +247,35 @@ inline __m512 exponential2(__m512 x) {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(p, x);
 }
+
+// 2^(score · scale · log2 e - reference · log2 e - more), lane by lane.
+struct Exponent {
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  __m512 scale, reference, more;
+  __m512 scale2, shift2;  // of the short form score · scale2 - shift2
+  __mmask16 far;          // lanes in which shift2 is so large that its own rounding would show
+
+  Exponent() = default;
+  Exponent(float factor, __m512 subtracted, __m512 also)
+      : scale(_mm512_set1_ps(factor)), reference(subtracted), more(also) {
+    constexpr float kFar = 1 << 20;
+    scale2 = _mm512_set1_ps(factor * kLog2E);
+    shift2 = _mm512_fmadd_ps(reference, _mm512_set1_ps(kLog2E), more);
+    far = _mm512_cmp_ps_mask(_mm512_abs_ps(reference), _mm512_set1_ps(kFar), _CMP_GE_OQ);
+  }
+
+  inline __attribute__((always_inline)) __m512 power(__m512 scores) const {
+    const __m512 near = _mm512_fmsub_ps(scores, scale2, shift2);
+    return exponential2(__builtin_expect(far == 0, 1) ? near : _mm512_mask_mov_ps(near, far, exact(scores)));
+  }
+
+  // The largest score of a row, of which the reference was made, gives 0.
+  __attribute__((noinline)) __m512 exact(__m512 scores) const {
+    const __m512 distance = _mm512_sub_ps(_mm512_mul_ps(scores, scale), reference);
+    return _mm512_fmsub_ps(distance, _mm512_set1_ps(kLog2E), more);
+  }
+};
 
 // Two rows of 16 lanes as pairs.
 inline __m512i pairs(__m512 first, __m512 second) {
@@ -262,20 +301,19 @@ struct Weigher {
   static constexpr int64_t kFirstKeys = 32;
   static constexpr float kMost = 65536;  // of the sum of a tile's weights
 
-  __m512 factor;  // from scores to logits
+  float scale;  // from scores to logits
   __m512 reference;
   __m512 sums[2];
-  __m512 scale2, shift2;  // weight = 2^(score · scale2 - shift2)
+  Exponent exponent;
 
   // With the reference so far (-inf: none), and the first `keys` scores.
-  void begin(float scale, const float* row_max, const float* scores, int64_t keys) {
-    factor = _mm512_set1_ps(scale);
-    scale2 = _mm512_set1_ps(scale * kLog2E);
+  void begin(float to_logits, const float* row_max, const float* scores, int64_t keys) {
+    scale = to_logits;
     const __m512 before = _mm512_loadu_ps(row_max);
     const __mmask16 is_new = is_nothing(before);
     refer_to(is_new == 0 ? before
                          : _mm512_mask_mul_ps(before, is_new, largest(scores, keys < kFirstKeys ? keys : kFirstKeys),
-                                              factor));
+                                              _mm512_set1_ps(scale)));
   }
 
   static __mmask16 is_nothing(__m512 x) { return _mm512_cmp_ps_mask(x, nothing_seen(), _CMP_EQ_OQ); }
@@ -287,12 +325,12 @@ struct Weigher {
 
   void refer_to(__m512 to) {
     reference = to;
-    shift2 = _mm512_mul_ps(subtracted(to), _mm512_set1_ps(kLog2E));
+    exponent = Exponent(scale, subtracted(to), _mm512_setzero_ps());
     sums[0] = sums[1] = _mm512_setzero_ps();
   }
 
-  __m512 weight(const float* scores) const {
-    return exponential2(_mm512_fmsub_ps(_mm512_load_ps(scores), scale2, shift2));
+  inline __attribute__((always_inline)) __m512 weight(const float* scores) const {
+    return exponent.power(_mm512_load_ps(scores));
   }
 
   // Weights of `keys` scores as B, padded with zeros to a block.
@@ -328,35 +366,46 @@ bool softmax_step(const SoftmaxStep<float>& t, float scale, Bf16* weights) {
   weigher.begin(scale, t.row_max, t.scores, t.keys);
   weigher.weigh(t.scores, t.keys, weights);
   if (const __mmask16 failed = weigher.failed()) {
-    const __m512 most = _mm512_mul_ps(largest(t.scores, t.keys), weigher.factor);
+    const __m512 most = _mm512_mul_ps(largest(t.scores, t.keys), _mm512_set1_ps(scale));
     weigher.refer_to(_mm512_mask_max_ps(weigher.reference, failed, before, most));
     weigher.weigh(t.scores, t.keys, weights);
   }
-  const __m512 moved = _mm512_sub_ps(before, Weigher::subtracted(weigher.reference));
-  const __m512 rescale = exponential2(_mm512_mul_ps(moved, _mm512_set1_ps(kLog2E)));
+  const __m512 rescale = Exponent(1, Weigher::subtracted(weigher.reference), _mm512_setzero_ps()).power(before);
   _mm512_storeu_ps(t.row_max, weigher.reference);
   _mm512_storeu_ps(t.row_sum, _mm512_fmadd_ps(_mm512_loadu_ps(t.row_sum), rescale, weigher.sum()));
   _mm512_storeu_ps(t.rescale, rescale);
   return _mm512_cmp_ps_mask(rescale, _mm512_set1_ps(1.0f), _CMP_NEQ_UQ) != 0;
 }
 
-// Scores of 32 keys at a time go no further than the first cache; the next product is issued before the exponentials
+// Scores of some keys at a time go no further than the first cache; the next product is issued before the exponentials
 // of the last, which need other ports.
 template <int kPanels>
 inline __attribute__((always_inline)) bool weigh_panels(const Bf16Weights& t) {
-  alignas(64) float scores[2][kPanels * kBlock];
-  Blocks blocks{t.k, t.k_row_stride, t.q, t.q_panel_stride, t.depth_blocks, scores[0], kBlock};
-  multiply_blocks<2, kPanels>(blocks, false);
+  constexpr int64_t kStep = 64, kPanel = kStep * kLanes;
+  alignas(64) float scores[2][kPanels * kPanel];
+  Blocks blocks{t.k, t.k_row_stride, t.q, t.q_panel_stride, t.depth_blocks, nullptr, kPanel};
+  const auto step_from = [&](int64_t key) { return t.keys - key < kStep ? t.keys - key : kStep; };
+  const auto multiply_step = [&](int64_t key) {
+    blocks.c = scores[key / kStep % 2];
+    for (int64_t end = key + step_from(key); key < end; key += 32, blocks.a += 2 * t.k_row_stride, blocks.c += kBlock)
+      multiply_blocks<2, kPanels>(blocks, false);
+  };
+  const auto adjust_step = [&](int64_t key) {
+    if (t.adjust == nullptr) return;
+    for (int panel = 0; panel < kPanels; ++panel)
+      t.adjust(t.context, {panel, key, step_from(key)}, scores[key / kStep % 2] + panel * kPanel);
+  };
+  multiply_step(0);
+  adjust_step(0);
   Weigher weighers[kPanels];
   for (int panel = 0; panel < kPanels; ++panel)
-    weighers[panel].begin(t.scale, t.row_max + panel * kLanes, scores[0] + panel * kBlock, t.keys);
-  for (int64_t key = 0; key < t.keys; key += 32) {
-    const float* now = blocks.c;
-    blocks.a += 2 * t.k_row_stride;
-    blocks.c = scores[(key / 32 + 1) % 2];
-    if (key + 32 < t.keys) multiply_blocks<2, kPanels>(blocks, false);
+    weighers[panel].begin(t.scale, t.row_max + panel * kLanes, scores[0] + panel * kPanel, t.keys);
+  for (int64_t key = 0; key < t.keys; key += kStep) {
+    if (key + kStep < t.keys) multiply_step(key + kStep);
+    if (key > 0) adjust_step(key);
     for (int panel = 0; panel < kPanels; ++panel)
-      weighers[panel].weigh(now + panel * kBlock, 32, t.weights + panel * t.weights_panel_stride + key * kLanes);
+      weighers[panel].weigh(scores[key / kStep % 2] + panel * kPanel, step_from(key),
+                            t.weights + panel * t.weights_panel_stride + key * kLanes);
   }
   for (const Weigher& weigher : weighers)
     if (weigher.failed() != 0) return false;
@@ -369,6 +418,17 @@ inline __attribute__((always_inline)) bool weigh_panels(const Bf16Weights& t) {
 }
 
 bool scores_to_weights(const Bf16Weights& t) { return t.panels == 2 ? weigh_panels<2>(t) : weigh_panels<1>(t); }
+
+void drop(const uint8_t* keep, int64_t keys, Bf16* weights) {
+  const __m128i zero = _mm_setzero_si128();
+  for (int64_t j = 0; j < keys; j += 2, keep += 2 * kLanes, weights += 2 * kLanes) {
+    const __m128i first = _mm_loadu_si128(reinterpret_cast<const __m128i*>(keep));
+    const __m128i second = j + 1 < keys ? _mm_loadu_si128(reinterpret_cast<const __m128i*>(keep + kLanes)) : zero;
+    const __m256i flags = _mm256_set_m128i(_mm_unpackhi_epi8(first, second), _mm_unpacklo_epi8(first, second));
+    const __mmask32 kept = _mm256_test_epi8_mask(flags, flags);
+    _mm512_store_si512(weights, _mm512_maskz_loadu_epi16(kept, weights));
+  }
+}
 
 // ---- Backward -------------------------------------------------------------------------------------------------------
 
@@ -393,14 +453,12 @@ inline __attribute__((always_inline)) void store_operands(const Bf16Gradients& g
 }
 
 void gradient_step(const GradientStep<float>& t, float scale, const Bf16Gradients& g) {
-  const __m512 scale2 = _mm512_set1_ps(scale * kLog2E), keep_scale = _mm512_set1_ps(t.keep_scale);
-  const __m512 delta = _mm512_loadu_ps(t.delta);
-  // P = 2^(S · log2 e - R · log2 e - L), where L is +inf for a row that sees nothing.
-  const __m512 shift2 =
-      _mm512_fmadd_ps(_mm512_loadu_ps(t.reference), _mm512_set1_ps(kLog2E), _mm512_loadu_ps(t.log2_sum));
+  const __m512 keep_scale = _mm512_set1_ps(t.keep_scale), delta = _mm512_loadu_ps(t.delta);
+  // log2_sum is +inf for a row that sees nothing.
+  const Exponent exponent(scale, _mm512_loadu_ps(t.reference), _mm512_loadu_ps(t.log2_sum));
   store_operands(g, t.keys, [&](int64_t key, __m512& p, __m512& ds) {
     const __m512 s = _mm512_load_ps(t.scores + key * kLanes), dp = _mm512_load_ps(t.gradients + key * kLanes);
-    p = exponential2(_mm512_fmsub_ps(s, scale2, shift2));
+    p = exponent.power(s);
     ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp, keep_scale, delta));
   });
 }
@@ -415,8 +473,9 @@ void store_gradients(int64_t keys, const float* p, const float* ds, const Bf16Gr
 
 }  // namespace
 
-const Bf16Kernels amx_bf16{"amx",          begin,       end,          multiply,    pack_a_rows,  pack_a_columns,
-                           pack_b_columns, pack_b_rows, unpack_lanes, unpack_rows, softmax_step, scores_to_weights,
-                           gradient_step,  store_gradients};
+const Bf16Kernels amx_bf16{
+    "amx",          begin,        end,         multiply,     pack_a_rows,       pack_a_columns, pack_b_columns,
+    pack_b_rows,    unpack_lanes, unpack_rows, softmax_step, scores_to_weights, gradient_step,  drop,
+    store_gradients};
 
 }  // namespace flash::cpu::isa

@@ -22,6 +22,7 @@ struct Bits<float> {
   static constexpr float kLowest = -87.33654f, kHighest = 88.37626f;  // ln 2^-126; less than ln 2^127.5: n stays 127
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   static constexpr int kDegree = 7;
+  static constexpr float kTanhIsOne = 10;  // from here on tanh rounds to 1
   static constexpr float kRound =
       12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, which is left in the low bits
 };
@@ -34,6 +35,7 @@ struct Bits<double> {
   static constexpr double kLowest = -708.39641853226408, kHighest = 709.43613930310391;
   static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
   static constexpr int kDegree = 13;
+  static constexpr double kTanhIsOne = 20;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 · 2^52
 };
 
@@ -59,9 +61,7 @@ struct Vectors {
   }
   static void store(Real* p, Vector v) { std::memcpy(p, &v, sizeof(v)); }
   static Vector broadcast(Real x) { return x - Vector{}; }
-  static Vector select(Integers condition, Vector a, Vector b) {
-    return (Vector)((condition & (Integers)a) | (~condition & (Integers)b));
-  }
+  static Vector select(Integers condition, Vector a, Vector b) { return condition ? a : b; }
   static Vector maximum(Vector a, Vector b) { return select(a > b, a, b); }
 
   // x, within [low, high] or up to high + a little, or NaN.
@@ -81,15 +81,16 @@ struct Vectors {
     return select(x == x, select(x < broadcast(low), Vector{}, finite), x);
   }
 
-  // e^r for |r| <= ln 2 / 2 by its Taylor series, whose rest is below 1e-8 (fp32, degree 7) and 1e-17 (fp64, degree
-  // 13).
-  static Vector exp_series(Vector r) {
+  // (e^r - 1) / r for |r| <= ln 2 / 2 by its Taylor series; the rest of that of e^r is below 1e-8 (fp32, degree 7) and
+  // 1e-17 (fp64, degree 13).
+  static Vector exp_series_less_one(Vector r) {
     double coefficient[Bits<Real>::kDegree + 1] = {1.0};  // 1 / k!
     for (int k = 1; k <= Bits<Real>::kDegree; ++k) coefficient[k] = coefficient[k - 1] / k;
     Vector p = broadcast(Real(coefficient[Bits<Real>::kDegree]));
-    for (int k = Bits<Real>::kDegree - 1; k >= 0; --k) p = p * r + broadcast(Real(coefficient[k]));
+    for (int k = Bits<Real>::kDegree - 1; k > 0; --k) p = p * r + broadcast(Real(coefficient[k]));
     return p;
   }
+  static Vector exp_series(Vector r) { return exp_series_less_one(r) * r + broadcast(Real(1)); }
 
   // e^x, exactly 1 at 0. x = n · ln 2 + r, with ln 2 in two parts, so that r is exact however large x is: through 2^(x
   // · log2 e) the rounding of the product would cost |x| units in the last place.
@@ -223,10 +224,6 @@ struct Vectors {
         store(t.gradients + at, p * (load(t.gradients + at) * keep_scale - delta));
       }
     }
-  }
-
-  static constexpr MicroKernels<Real> kernels(const char* name) {
-    return {name, multiply, softmax_step, gradient_step};
   }
 };
 
