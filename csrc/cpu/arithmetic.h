@@ -16,43 +16,48 @@ namespace flash::cpu {
 template <class Real_>
 struct RealArithmetic {
   using Real = Real_;
-  using Element = Real;                       // of packed operands
-  using Keys = RowsView<Real>;                // rows of K or V
-  struct ThreadState {};                      // what a thread sets up for an item
-  static constexpr int64_t kKeyStep = 1;      // a part of a tile of keys begins at a multiple of this
-  static constexpr int64_t kKeyPad = 1;       // products write whole multiples of this many keys
-  static constexpr bool kFused = false;       // whether there is a scores_to_weights
-  static constexpr int64_t kScorePanels = 4;  // whose scores are computed together: all of a tile
-  static constexpr bool kInPlace = true;      // operands can be rows where they are, and scores
+  using Element = Real;                           // of packed operands
+  using Keys = RowOperand<Real>;                  // rows of K or V, or what their columns are
+  struct ThreadState {};                          // what a thread sets up for an item
+  static constexpr int64_t kKeyStep = kRowBlock;  // a part of a packed tile of keys begins at a multiple of this
+  static constexpr int64_t kKeyPad = 1;           // products write whole multiples of this many keys
+  static constexpr bool kFused = false;           // whether there is a scores_to_weights
+  static constexpr int64_t kGroupPanels = 4;      // of queries that go through the products together
+  static constexpr bool kInPlace = true;          // operands can be rows where they are, and scores
 
   static const char* name() { return micro_kernels<Real>().name; }
 
-  // 192 keys are a multiple of the micro-kernels' 6 rows. Short sequences get smaller tiles, so that a call at seqlen
-  // 16 needs little memory.
-  static TileSize forward_tile(int64_t longest_q, int64_t longest_k) {
-    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 192)};
+  // Short sequences get smaller tiles, so that a call at seqlen 16 needs little memory.
+  static int64_t forward_keys(int64_t longest_k) { return tile_keys(longest_k, 192); }
+  static int64_t tile_keys(int64_t longest_k, int64_t most) {
+    return std::clamp<int64_t>(round_up(longest_k, kRowBlock), kRowBlock, most);
   }
 
-  static int64_t key_elements(int64_t keys, int64_t dim) { return keys * dim; }
+  static int64_t key_elements(int64_t keys, int64_t dim) {
+    return std::max(round_up(keys, kRowBlock) * round_up(dim, kLanes), keys * round_up(dim, kRowBlock));
+  }
   static int64_t query_elements(int64_t panels, int64_t dim) { return panels * dim * kLanes; }
   static int64_t weight_elements(int64_t /*keys*/, int64_t /*panels*/) { return 0; }
 
-  // Rows `readable` of a tile of K or V whose row 0 is at `offset`. The same serves as K and as V^T.
-  static void pack_key_rows(DataType dtype, const Operand& x, int64_t offset, Range readable, int64_t /*keys*/,
-                            int64_t dim, Element* tile) {
-    pack_rows(dtype, x, offset + readable.begin * x.row_stride, readable.size(), dim, tile + readable.begin * dim);
+  // A tile of K or V whose row 0 is at `offset`, as A: its rows, or its columns.
+  static void pack_key_rows(DataType dtype, const Operand& x, int64_t offset, Range readable, int64_t keys, int64_t dim,
+                            Element* tile) {
+    pack_row_blocks(dtype, x, offset, readable, keys, dim, tile);
   }
   static void pack_key_columns(DataType dtype, const Operand& x, int64_t offset, Range readable, int64_t keys,
                                int64_t dim, Element* tile) {
-    pack_key_rows(dtype, x, offset, readable, keys, dim, tile);
+    pack_column_blocks(dtype, x, offset, readable, keys, dim, tile);
   }
   // The packed tile from key `first` on.
   static Keys key_rows(const Element* tile, int64_t first, int64_t /*keys*/, int64_t dim) {
-    return {tile + first * dim, dim};
+    return packed_rows(tile + first * round_up(dim, kLanes), dim);
   }
-  static Keys key_columns(const Element* tile, int64_t first, int64_t keys, int64_t dim) {
-    return key_rows(tile, first, keys, dim);
+  static Keys key_columns(const Element* tile, int64_t first, int64_t keys, int64_t /*dim*/) {
+    return packed_columns(tile + first * kRowBlock, keys);
   }
+  // The same where the tensor is.
+  static Keys key_rows_in_place(const Operand& x, int64_t offset) { return rows_in_place<Real>(x, offset); }
+  static Keys key_columns_in_place(const Operand& x, int64_t offset) { return columns_in_place<Real>(x, offset); }
 
   static void pack_queries(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, double scale,
                            int64_t panels, Element* out) {
@@ -61,8 +66,7 @@ struct RealArithmetic {
 
   static void scores(Keys k, TileSize /*size*/, int64_t keys, int64_t dim, const Element* q, int64_t panels, Real* s,
                      int64_t s_panel) {
-    micro_kernels<Real>().multiply(
-        {keys, dim, panels, k.data, k.stride, 1, kLanes, q, kLanes, dim * kLanes, s, kLanes, s_panel, false});
+    micro_kernels<Real>().multiply({keys, dim, panels, k, q, kLanes, dim * kLanes, s, kLanes, s_panel, false});
   }
 
   static bool scores_to_weights(const AttentionParams& /*p*/, const HeadContext<Real>& /*head*/,
@@ -73,8 +77,8 @@ struct RealArithmetic {
 
   static void combine(Keys v, TileSize size, int64_t keys, int64_t dim, const Element* weights, int64_t panels, Real* o,
                       int64_t o_panel, bool accumulate) {
-    micro_kernels<Real>().multiply({dim, keys, panels, v.data, 1, v.stride, kLanes * v.stride, weights, kLanes,
-                                    size.panel_elements(), o, kLanes, o_panel, accumulate});
+    micro_kernels<Real>().multiply(
+        {dim, keys, panels, v, weights, kLanes, size.panel_elements(), o, kLanes, o_panel, accumulate});
   }
 
   // By which scores are to be multiplied: the scale is part of Q.
@@ -96,7 +100,7 @@ struct RealArithmetic {
   // Rows of a tensor = factor[lane] · x[d][lane], of one panel. A factor of 0 gives 0 whatever x holds.
   static void store_lanes(DataType dtype, const Operand& to, int64_t offset, int64_t rows, int64_t dim,
                           const Real* factor, Real* x) {
-    scale_lanes(x, dim, factor);
+    micro_kernels<Real>().scale_lanes(dim, factor, x);
     unpack_lanes(dtype, to, offset, rows, dim, x);
   }
 
@@ -108,7 +112,7 @@ struct RealArithmetic {
   }
 
   static TileSize backward_tile(int64_t longest_q, int64_t longest_k) {
-    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), std::clamp<int64_t>(longest_k, 1, 96)};
+    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), tile_keys(longest_k, 96)};
   }
 
   // Rows of Q or dO as B of `outer`: [panel of dims][row][16], or where they are.
@@ -142,8 +146,17 @@ struct RealArithmetic {
 
   static void outer(const Element* a, int64_t keys, int64_t rows, TileSize size, QueryRows b, int64_t dim, Real* c,
                     int64_t c_panel) {
-    micro_kernels<Real>().multiply({keys, rows, divide_up(dim, kLanes), a, kLanes, 1, size.panel_elements(), b.data,
-                                    b.stride, b.panel_stride, c, kLanes, c_panel, true});
+    micro_kernels<Real>().multiply({keys,
+                                    rows,
+                                    divide_up(dim, kLanes),
+                                    {a, kRowBlock * kLanes, kLanes, 1, size.panel_elements()},
+                                    b.data,
+                                    b.stride,
+                                    b.panel_stride,
+                                    c,
+                                    kLanes,
+                                    c_panel,
+                                    true});
   }
 };
 

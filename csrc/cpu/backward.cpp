@@ -86,7 +86,7 @@ class MainPass {
     WorkerBuffers(Real* piece, const MainPass& pass) : tile(piece, pass.p_, pass.size_) {
       Carver<Real> carve(piece == nullptr ? nullptr : piece + tile.reals);
       k_rows = carve.template take_as<Element>(pass.packed_tiles_ * pass.k_tile_);
-      k_columns = Arithmetic::kInPlace ? k_rows : carve.template take_as<Element>(pass.packed_tiles_ * pass.k_tile_);
+      k_columns = carve.template take_as<Element>(pass.packed_tiles_ * pass.k_tile_);
       v_rows = carve.template take_as<Element>(pass.packed_tiles_ * pass.v_tile_);
       dq_lanes = carve.take(pass.slot_reals());
       reals = tile.reals + carve.used();
@@ -197,7 +197,7 @@ class MainPass {
       const int64_t k_offset = p_.k.offset(k.batch, unit.head_k, row),
                     v_offset = p_.v.offset(k.batch, unit.head_k, row);
       Arithmetic::pack_key_rows(p_.dtype, p_.k, k_offset, readable, size_.keys, p_.dim, buffers.k_rows + n * k_tile_);
-      if (!Arithmetic::kInPlace && wants_dq())
+      if (wants_dq())
         Arithmetic::pack_key_columns(p_.dtype, p_.k, k_offset, readable, size_.keys, p_.dim,
                                      buffers.k_columns + n * k_tile_);
       Arithmetic::pack_key_rows(p_.dtype, p_.v, v_offset, readable, size_.keys, p_.dim_v, buffers.v_rows + n * v_tile_);
@@ -216,18 +216,20 @@ class MainPass {
       const int64_t first_key = chunk.begin + n * size_.keys;
       const Range in_tile = intersect({first_key, first_key + size_.keys}, seen);
       if (in_tile.empty()) continue;
-      const int64_t step = (in_tile.begin - first_key) / Arithmetic::kKeyStep * Arithmetic::kKeyStep;
-      const Range keys{first_key + step, in_tile.end};
-      const auto keys_of = [&](const Operand& x, auto view, const Element* tile, int64_t dim) {
+      const int64_t step = in_place_ ? 1 : Arithmetic::kKeyStep;
+      const Range keys{first_key + (in_tile.begin - first_key) / step * step, in_tile.end};
+      const auto keys_of = [&](const Operand& x, auto view, auto view_in_place, const Element* tile, int64_t dim) {
         if constexpr (Arithmetic::kInPlace) {
           const Rows& rows_k = head.sequence.k;
           const int64_t row = rows_k.first() + keys.begin;
-          if (in_place_) return rows_in_place<Real>(x, x.offset(rows_k.batch, head.head / p_.group(), row));
+          if (in_place_) return view_in_place(x, x.offset(rows_k.batch, head.head / p_.group(), row));
         }
         return view(tile, keys.begin - first_key, size_.keys, dim);
       };
-      const Keys k = keys_of(p_.k, Arithmetic::key_rows, buffers.k_rows + n * k_tile_, p_.dim);
-      const Keys v = keys_of(p_.v, Arithmetic::key_rows, buffers.v_rows + n * v_tile_, p_.dim_v);
+      const Keys k =
+          keys_of(p_.k, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.k_rows + n * k_tile_, p_.dim);
+      const Keys v =
+          keys_of(p_.v, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.v_rows + n * v_tile_, p_.dim_v);
       tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k, v);
       const auto gradients = tile.gradients();
       const int64_t at = (keys.begin - chunk.begin) * kLanes;
@@ -237,7 +239,8 @@ class MainPass {
       if (wants_dk())
         Arithmetic::outer(gradients.ds, keys.size(), rows.size(), size_, q_rows, p_.dim, dk + at, accumulator_panel);
       if (wants_dq()) {
-        const Keys columns = keys_of(p_.k, Arithmetic::key_columns, buffers.k_columns + n * k_tile_, p_.dim);
+        const Keys columns = keys_of(p_.k, Arithmetic::key_columns, Arithmetic::key_columns_in_place,
+                                     buffers.k_columns + n * k_tile_, p_.dim);
         Arithmetic::combine(columns, size_, keys.size(), p_.dim, gradients.ds_lanes, panels, slot,
                             round_up(p_.dim, kLanes) * kLanes, !first);
       }

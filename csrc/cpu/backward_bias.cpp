@@ -54,8 +54,8 @@ class BiasPass {
 
     WorkerBuffers(Real* piece, const BiasPass& pass) : tile(piece, pass.p_, pass.size_) {
       Carver<Real> carve(piece == nullptr ? nullptr : piece + tile.reals);
-      k_rows = carve.take(pass.size_.keys * pass.p_.dim);
-      v_rows = carve.take(pass.size_.keys * pass.p_.dim_v);
+      k_rows = carve.take(RealArithmetic<Real>::key_elements(pass.size_.keys, pass.p_.dim));
+      v_rows = carve.take(RealArithmetic<Real>::key_elements(pass.size_.keys, pass.p_.dim_v));
       const int64_t doubles = pass.block_rows_ * pass.block_columns_;
       sum = reinterpret_cast<double*>(carve.take(doubles * static_cast<int64_t>(sizeof(double) / sizeof(Real))));
       reals = tile.reals + carve.used();
@@ -96,10 +96,13 @@ class BiasPass {
       for (int64_t n = seen.begin; n < seen.end; n += size_.keys) {
         const Range tile_keys = intersect({n, n + size_.keys}, seen);
         const int64_t head_k = head.head / p_.group(), row = k.first() + tile_keys.begin;
-        pack_rows(p_.dtype, p_.k, p_.k.offset(k.batch, head_k, row), tile_keys.size(), p_.dim, buffers.k_rows);
-        pack_rows(p_.dtype, p_.v, p_.v.offset(k.batch, head_k, row), tile_keys.size(), p_.dim_v, buffers.v_rows);
+        const auto pack = [&](const Operand& x, int64_t dim, Real* to) {
+          pack_row_blocks(p_.dtype, x, x.offset(k.batch, head_k, row), {0, tile_keys.size()}, tile_keys.size(), dim,
+                          to);
+          return packed_rows<Real>(to, dim);
+        };
         buffers.tile.compute(p_, head, {tile_rows.begin, tile_rows.size(), tile_keys.begin, tile_keys.size()},
-                             {buffers.k_rows, p_.dim}, {buffers.v_rows, p_.dim_v});
+                             pack(p_.k, p_.dim, buffers.k_rows), pack(p_.v, p_.dim_v, buffers.v_rows));
         add_tile(tile_rows, tile_keys, q, k, block, buffers);
       }
     }

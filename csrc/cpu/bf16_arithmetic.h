@@ -20,7 +20,7 @@ struct Bf16Arithmetic {
     ThreadState& operator=(const ThreadState&) = delete;
   };
 
-  static constexpr int64_t kKeyStep = 32, kKeyPad = 32, kScorePanels = 2;
+  static constexpr int64_t kKeyStep = 32, kKeyPad = 32, kGroupPanels = 2;
   static constexpr bool kFused = true;
   static constexpr bool kInPlace = false;
 
@@ -30,11 +30,8 @@ struct Bf16Arithmetic {
   static int64_t row_blocks(int64_t rows) { return divide_up(rows, 16); }
   static int64_t depth_blocks(int64_t depth) { return divide_up(depth, 32); }
 
-  // Of 64, 128, 256 rows × 256, 512, 1024 keys the best nearly everywhere: few passes over O.
-  static TileSize forward_tile(int64_t longest_q, int64_t longest_k) {
-    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64),
-            std::clamp<int64_t>(round_up(longest_k, 32), 32, 512)};
-  }
+  // Many keys: few passes over O.
+  static int64_t forward_keys(int64_t longest_k) { return std::clamp<int64_t>(round_up(longest_k, 32), 32, 512); }
   static TileSize backward_tile(int64_t longest_q, int64_t longest_k) {
     return {std::clamp<int64_t>(round_up(longest_q, 32), 32, 128),
             std::clamp<int64_t>(round_up(longest_k, 32), 32, 128)};
@@ -62,6 +59,9 @@ struct Bf16Arithmetic {
   static Keys key_columns(const Element* tile, int64_t first, int64_t /*keys*/, int64_t /*dim*/) {
     return tile + depth_blocks(first) * kBlock;
   }
+
+  static Keys key_rows_in_place(const Operand& /*x*/, int64_t /*offset*/) { return nullptr; }
+  static Keys key_columns_in_place(const Operand& /*x*/, int64_t /*offset*/) { return nullptr; }
 
   static void pack_queries(DataType, const Operand& x, int64_t offset, int64_t count, int64_t dim, double /*scale*/,
                            int64_t panels, Element* out) {

@@ -12,8 +12,8 @@
 namespace flash::cpu {
 namespace {
 
-// Packed keys and values of a wave: enough for all threads, and a share of the last cache.
-constexpr int64_t kWaveBytes = 8 << 20;
+// Packed keys and values of a wave, for each thread: they shall stay in its cache until they are read.
+constexpr int64_t kWaveBytes = 1 << 20;
 
 template <class Arithmetic>
 class ForwardPass {
@@ -21,13 +21,17 @@ class ForwardPass {
   using Element = typename Arithmetic::Element;
   using Keys = typename Arithmetic::Keys;
 
+  // Rows that go through the products together. A row's result depends on its group and on the tile of keys, not on the
+  // block that the group belongs to.
+  static constexpr int64_t kGroupPanels = Arithmetic::kGroupPanels, kGroupRows = kGroupPanels * kLanes;
+
  public:
   ForwardPass(const FwdParams& p, const ThreadPool& given)
       : p_(p),
         sequences_(p),
-        size_(Arithmetic::forward_tile(sequences_.longest_q, sequences_.longest_k)),
-        in_place_(Arithmetic::kInPlace && p.dtype == kNative<Real> && sequences_.longest_q <= size_.rows),
         pool_(pool_for(given, score_elements(p, sequences_) * static_cast<double>(p.dim + p.dim_v))),
+        size_{block_rows(p, sequences_, pool_), Arithmetic::forward_keys(sequences_.longest_k)},
+        in_place_(Arithmetic::kInPlace && p.dtype == kNative<Real> && sequences_.longest_q <= kGroupRows),
         k_tile_(Arithmetic::key_elements(size_.keys, p.dim)),
         v_tile_(Arithmetic::key_elements(size_.keys, p.dim_v)) {}
 
@@ -52,10 +56,24 @@ class ForwardPass {
   }
 
  private:
+  // Every tile of keys that comes from a farther cache shall serve many rows, but no thread shall wait for a long block.
+  static int64_t block_rows(const FwdParams& p, const Sequences& sequences, const ThreadPool& pool) {
+    if (sequences.longest_q <= kGroupRows) return std::max(kLanes, round_up(sequences.longest_q, kLanes));
+    int64_t rows = 256;
+    const auto items = [&] {
+      int64_t blocks = 0;
+      for (const Sequence& s : sequences.all) blocks += divide_up(s.q.length, rows);
+      return blocks * p.heads;
+    };
+    while (rows > kGroupRows && items() < 8 * pool.threads) rows /= 2;
+    return rows;
+  }
+
   struct Buffers {
-    Real* scores;  // [panel][key][lane]: logits, then probabilities
-    Real *out_lanes, *row_max, *row_sum, *rescale;
-    Element *q_lanes, *weights;
+    Real *scores, *rescale;  // of a group: [panel][key][lane], logits, then probabilities
+    Element* weights;        // of a group
+    Real *out_lanes, *row_max, *row_sum;
+    Element* q_lanes;
     uint8_t* keep;
     int64_t reals;
 
@@ -63,23 +81,29 @@ class ForwardPass {
       const AttentionParams& p = pass.p_;
       const TileSize size = pass.size_;
       Carver<Real> carve(piece);
-      scores = carve.take(pass.score_panels() * size.panel_elements());
+      const int64_t panels = std::min(kGroupPanels, size.panels());
+      scores = carve.take(panels * size.panel_elements());
+      rescale = carve.take(panels * kLanes);
+      weights = carve.template take_as<Element>(Arithmetic::weight_elements(size.keys, panels));
+      if constexpr (Arithmetic::kInPlace) weights = scores;
       out_lanes = carve.take(round_up(p.dim_v, kLanes) * size.rows);
       row_max = carve.take(size.rows);
       row_sum = carve.take(size.rows);
-      rescale = carve.take(size.rows);
       q_lanes = carve.template take_as<Element>(Arithmetic::query_elements(size.panels(), p.dim));
-      weights = carve.template take_as<Element>(Arithmetic::weight_elements(size.keys, size.panels()));
       keep = carve.template take_as<uint8_t>(p.dropout.given() ? size.panel_elements() : 0);
       reals = carve.used();
     }
-  };
 
-  // Where weights take the place of scores, all panels of a tile have theirs; else those that are computed together.
-  int64_t score_panels() const { return Arithmetic::kInPlace ? size_.panels() : Arithmetic::kScorePanels; }
-  Real* scores_of(int64_t panel, const Buffers& buffers) const {
-    return buffers.scores + panel % score_panels() * size_.panel_elements();
-  }
+    // Those of the group that begins with a panel.
+    Buffers of_group(int64_t panel, const FwdParams& p) const {
+      Buffers group = *this;
+      group.out_lanes += panel * round_up(p.dim_v, kLanes) * kLanes;
+      group.row_max += panel * kLanes;
+      group.row_sum += panel * kLanes;
+      group.q_lanes += Arithmetic::query_elements(panel, p.dim);
+      return group;
+    }
+  };
 
   int64_t all_units() const { return static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
 
@@ -92,7 +116,7 @@ class ForwardPass {
       const Unit next{&s, unit % p_.heads_k, divide_up(s.q.length, size_.rows), tiles_, items_};
       const int64_t tiles = tiles_ + next.tiles(size_);
       const int64_t bytes = tiles * (k_tile_ + v_tile_) * static_cast<int64_t>(sizeof(Element));
-      if (!units_.empty() && !in_place_ && bytes > kWaveBytes) break;
+      if (!units_.empty() && !in_place_ && bytes > kWaveBytes * pool_.threads) break;
       units_.push_back(next);
       tiles_ = tiles;
       items_ += next.blocks * p_.group();
@@ -137,17 +161,29 @@ class ForwardPass {
     std::fill(buffers.row_max, buffers.row_max + panels * kLanes, -INFINITY);
     std::fill(buffers.row_sum, buffers.row_sum + panels * kLanes, Real(0));
 
-    const Range seen = head.visibility.keys_of_any(rows), by_all = head.visibility.keys_of_all(rows);
-    if (seen.empty()) std::fill(buffers.out_lanes, buffers.out_lanes + panels * out_panel, Real(0));
-    bool is_first = true;
-    for (int64_t n = seen.empty() ? 0 : seen.begin / size_.keys; n * size_.keys < seen.end; ++n) {
-      // Only keys that some row sees take part, but for what rounds them up to a step.
-      const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
-      const Range keys{in_tile.begin / Arithmetic::kKeyStep * Arithmetic::kKeyStep, in_tile.end};
-      for_each_part(keys, by_all, [&](Range part, bool is_clean) {
-        attend(unit, head, rows, n, part, is_clean, std::exchange(is_first, false), buffers);
-      });
-    }
+    std::fill(buffers.out_lanes, buffers.out_lanes + panels * out_panel, Real(0));
+    const Range seen = head.visibility.keys_of_any(rows);
+    for (int64_t n = seen.empty() ? 0 : seen.begin / size_.keys; n * size_.keys < seen.end; ++n)
+      for (int64_t panel = 0; panel < panels; panel += kGroupPanels) {
+        const int64_t first = rows.begin + panel * kLanes;
+        attend_tile(unit, head, {first, std::min(first + kGroupRows, rows.end)}, n, buffers.of_group(panel, p_));
+      }
+  }
+
+  // Adds what tile n of the keys gives to a group of rows.
+  void attend_tile(const Unit& unit, const HeadContext<Real>& head, Range rows, int64_t n,
+                   const Buffers& buffers) const {
+    // Only keys that some row sees take part, but for what rounds them up to a step.
+    const Range seen = head.visibility.keys_of_any(rows);
+    const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
+    if (in_tile.empty()) return;
+    const int64_t step = in_place_ ? 1 : Arithmetic::kKeyStep;
+    const Range keys{in_tile.begin / step * step, in_tile.end};
+    bool is_first = n == seen.begin / size_.keys;
+    for_each_part(keys, head.visibility.keys_of_all(rows), [&](Range part, bool is_clean) {
+      attend(unit, head, {rows.begin, rows.size(), part.begin, part.size()}, n, is_clean,
+             std::exchange(is_first, false), buffers);
+    });
   }
 
   // Cuts the keys of a tile into what can be done in one way: in whole steps, and clean, which means that every row sees
@@ -167,57 +203,55 @@ class ForwardPass {
     return {round_up(keys.begin, Arithmetic::kKeyStep), keys.end / Arithmetic::kKeyStep * Arithmetic::kKeyStep};
   }
 
-  // Adds what some keys of tile n give.
-  void attend(const Unit& unit, const HeadContext<Real>& head, Range rows, int64_t n, Range keys, bool is_clean,
+  // A part of tile n.
+  void attend(const Unit& unit, const HeadContext<Real>& head, const TilePlace& part, int64_t n, bool is_clean,
               bool is_first, const Buffers& buffers) const {
-    const TilePlace tile{rows.begin, rows.size(), keys.begin, keys.size()};
-    const int64_t panels = divide_up(rows.size(), kLanes);
-    const Keys k = keys_of(unit, p_.k, keys, Arithmetic::key_rows, n, 0, p_.dim);
-    const Keys v = keys_of(unit, p_.v, keys, Arithmetic::key_columns, n, k_tile_, p_.dim_v);
-    for (int64_t panel = 0; panel < panels; panel += Arithmetic::kScorePanels) {
-      const int64_t some = std::min(Arithmetic::kScorePanels, panels - panel), end = panel + some;
-      const Element* q = buffers.q_lanes + Arithmetic::query_elements(panel, p_.dim);
-      Element* to = weights(buffers) + panel * size_.panel_elements();
-      const TilePlace place{tile.first_row + panel * kLanes, std::min(some * kLanes, tile.rows - panel * kLanes),
-                            tile.first_key, tile.keys};
-      if (!Arithmetic::scores_to_weights(p_, head, place, is_clean, size_, k, q, buffers.row_max + panel * kLanes,
-                                         buffers.row_sum + panel * kLanes, to)) {
-        Arithmetic::scores(k, size_, keys.size(), p_.dim, q, some, scores_of(panel, buffers), size_.panel_elements());
-        for (int64_t x = panel; x < end; ++x) softmax(head, tile.panel(x), x, is_first, buffers);
-      }
-      if (p_.dropout.given())
-        for (int64_t x = panel; x < end; ++x) drop_panel(head, tile.panel(x), x, buffers);
+    const int64_t panels = divide_up(part.rows, kLanes);
+    const Keys k = keys_of(unit, n, part.key_range()), v = values_of(unit, n, part.key_range());
+    if (!Arithmetic::scores_to_weights(p_, head, part, is_clean, size_, k, buffers.q_lanes, buffers.row_max,
+                                       buffers.row_sum, buffers.weights)) {
+      Arithmetic::scores(k, size_, part.keys, p_.dim, buffers.q_lanes, panels, buffers.scores, size_.panel_elements());
+      for (int64_t panel = 0; panel < panels; ++panel) softmax(head, part.panel(panel), panel, is_first, buffers);
     }
-    Arithmetic::combine(v, size_, keys.size(), p_.dim_v, weights(buffers), panels, buffers.out_lanes,
+    if (p_.dropout.given())
+      for (int64_t panel = 0; panel < panels; ++panel) drop_panel(head, part.panel(panel), panel, buffers);
+    Arithmetic::combine(v, size_, part.keys, p_.dim_v, buffers.weights, panels, buffers.out_lanes,
                         round_up(p_.dim_v, kLanes) * kLanes, !is_first);
   }
 
-  // Keys of tile n, or values behind them (`offset`): where they are, or packed.
-  Keys keys_of(const Unit& unit, const Operand& x, Range keys, Keys (*view)(const Element*, int64_t, int64_t, int64_t),
-               int64_t n, int64_t offset, int64_t dim) const {
-    if constexpr (Arithmetic::kInPlace) {
-      const Rows& k = unit.sequence->k;
-      if (in_place_) return rows_in_place<Real>(x, x.offset(k.batch, unit.head_k, k.first() + keys.begin));
-    }
-    const Element* tile = packed_ + (unit.first_tile + n) * (k_tile_ + v_tile_) + offset;
-    return view(tile, keys.begin - n * size_.keys, size_.keys, dim);
+  Keys keys_of(const Unit& unit, int64_t n, Range keys) const {
+    if constexpr (Arithmetic::kInPlace)
+      if (in_place_) return Arithmetic::key_rows_in_place(p_.k, offset_in_place(p_.k, unit, keys));
+    return Arithmetic::key_rows(packed_tile(unit, n), keys.begin - n * size_.keys, size_.keys, p_.dim);
+  }
+  Keys values_of(const Unit& unit, int64_t n, Range keys) const {
+    if constexpr (Arithmetic::kInPlace)
+      if (in_place_) return Arithmetic::key_columns_in_place(p_.v, offset_in_place(p_.v, unit, keys));
+    return Arithmetic::key_columns(packed_tile(unit, n) + k_tile_, keys.begin - n * size_.keys, size_.keys, p_.dim_v);
+  }
+  static int64_t offset_in_place(const Operand& x, const Unit& unit, Range keys) {
+    const Rows& k = unit.sequence->k;
+    return x.offset(k.batch, unit.head_k, k.first() + keys.begin);
+  }
+  const Element* packed_tile(const Unit& unit, int64_t n) const {
+    return packed_ + (unit.first_tile + n) * (k_tile_ + v_tile_);
   }
 
   // Scores of one panel to weights; what O^T holds so far is rescaled to the new maximum.
   void softmax(const HeadContext<Real>& head, const TilePlace& whole, int64_t index, bool is_first,
                const Buffers& buffers) const {
     const TilePlace panel = without_last_keys(head, whole);
-    Real* scores = scores_of(index, buffers);
+    Real* scores = buffers.scores + index * size_.panel_elements();
+    Element* weights = buffers.weights + index * size_.panel_elements();
     Real* rescale = buffers.rescale + index * kLanes;
     const Real scale = adjust_logits<Real>(p_, head, panel, Arithmetic::score_scale(p_), scores, nullptr);
     const bool moved = Arithmetic::softmax(
         {panel.keys, scores, buffers.row_max + index * kLanes, buffers.row_sum + index * kLanes, rescale}, scale,
-        weights(buffers) + index * size_.panel_elements());
-    Arithmetic::clear_weights(weights(buffers) + index * size_.panel_elements(), panel.keys, whole.keys);
+        weights);
+    Arithmetic::clear_weights(weights, panel.keys, whole.keys);
     if (moved && !is_first) {
-      Real* out = buffers.out_lanes + index * round_up(p_.dim_v, kLanes) * kLanes;
-      for (int64_t d = 0; d < p_.dim_v; ++d, out += kLanes)
-        for (int64_t lane = 0; lane < kLanes; ++lane) out[lane] *= rescale[lane];
+      micro_kernels<Real>().scale_lanes(p_.dim_v, rescale,
+                                        buffers.out_lanes + index * round_up(p_.dim_v, kLanes) * kLanes);
     }
   }
 
@@ -231,23 +265,16 @@ class ForwardPass {
   void drop_panel(const HeadContext<Real>& head, const TilePlace& whole, int64_t index, const Buffers& buffers) const {
     const TilePlace panel = without_last_keys(head, whole);
     dropout_panel(p_.dropout, head.dropout, panel, buffers.keep);
-    Arithmetic::drop_weights(buffers.keep, panel.keys, weights(buffers) + index * size_.panel_elements());
-  }
-
-  static Element* weights(const Buffers& buffers) {
-    if constexpr (Arithmetic::kInPlace) {
-      return buffers.scores;
-    } else {
-      return buffers.weights;
-    }
+    Arithmetic::drop_weights(buffers.keep, panel.keys, buffers.weights + index * size_.panel_elements());
   }
 
   // The sink joins the sum, O is normalised, the statistics are written.
   void finish(const HeadContext<Real>& head, Range rows, const Buffers& buffers) const {
     const Rows& q = head.sequence.q;
     const Real keep_scale = static_cast<Real>(p_.dropout.keep_scale);
-    Real* factor = buffers.rescale;
-    std::fill(factor, factor + size_.rows, Real(0));
+    // The factors take the place of the maxima.
+    Real* factor = buffers.row_max;
+    std::fill(factor + rows.size(), factor + round_up(rows.size(), kLanes), Real(0));
     for (int64_t r = 0; r < rows.size(); ++r) {
       Real row_max = buffers.row_max[r], row_sum = buffers.row_sum[r], scale = 1;
       if (p_.sink != nullptr) {
@@ -274,9 +301,9 @@ class ForwardPass {
 
   const FwdParams& p_;
   const Sequences sequences_;
+  const ThreadPool pool_;
   const TileSize size_;
   const bool in_place_;
-  const ThreadPool pool_;
   const int64_t k_tile_, v_tile_;  // elements of a packed tile
   std::vector<Unit> units_;        // of the current wave
   int64_t tiles_ = 0, items_ = 0;

@@ -13,14 +13,22 @@ namespace flash::cpu {
 
 inline constexpr int64_t kLanes = 16;  // of a panel
 
+// Rows of C that a micro-kernel computes together; the rows of A lie in blocks of as many.
+inline constexpr int64_t kRowBlock = 6;
+
+// A(row, k) = data[row / 6 · block_stride + row % 6 · row_stride + k / 16 · panel_stride + k % 16 · depth_stride]
+template <class Real>
+struct RowOperand {
+  const Real* data;
+  int64_t block_stride, row_stride, depth_stride, panel_stride;
+};
+
 // C (+)= A · B.
-//   A(row, k)         = a[row · a_row_stride + k / 16 · a_panel_stride + k % 16 · a_depth_stride]
 //   B(k, panel, lane) = b[panel · b_panel_stride + k · b_stride + lane],   C(row, panel, lane) alike
 template <class Real>
 struct Product {
   int64_t rows, depth, panels;
-  const Real* a;
-  int64_t a_row_stride, a_depth_stride, a_panel_stride;
+  RowOperand<Real> a;
   const Real* b;
   int64_t b_stride, b_panel_stride;
   Real* c;
@@ -83,6 +91,12 @@ struct MicroKernels {
   void (*multiply)(const Product<Real>&);
   bool (*softmax_step)(const SoftmaxStep<Real>&);
   void (*gradient_step)(const GradientStep<Real>&);
+
+  // out[c][r] = factor · in[r][c]
+  void (*transpose)(const Real* in, int64_t in_stride, int64_t rows, int64_t columns, Real factor, Real* out,
+                    int64_t out_stride);
+  // x[row][lane] *= factor[lane]; a factor of 0 gives 0 whatever x holds.
+  void (*scale_lanes)(int64_t rows, const Real* factor, Real* x);
 
   // The first three begin with s = scale · s.
   // s = softcap · tanh(s / softcap); `derivative` (may be null) becomes 1 - tanh². count: a multiple of kLanes.

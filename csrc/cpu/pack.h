@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/visibility.h"
 #include "cpu/convert.h"
 #include "cpu/micro_kernels.h"
 
@@ -15,28 +16,57 @@ inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1)
 template <class Real>
 constexpr DataType kNative = std::is_same_v<Real, double> ? DataType::kFloat64 : DataType::kFloat32;
 
-// Rows as Reals, elements side by side: a copy, or where they are.
+// Rows where they are, as A: themselves, or what their columns are.
 template <class Real>
-struct RowsView {
-  const Real* data;
-  int64_t stride;
-};
-
+RowOperand<Real> rows_in_place(const Operand& x, int64_t offset) {
+  return {static_cast<const Real*>(x.data) + offset, kRowBlock * x.row_stride, x.row_stride, 1, kLanes};
+}
 template <class Real>
-RowsView<Real> rows_in_place(const Operand& x, int64_t offset) {
-  return {static_cast<const Real*>(x.data) + offset, x.row_stride};
+RowOperand<Real> columns_in_place(const Operand& x, int64_t offset) {
+  return {static_cast<const Real*>(x.data) + offset, kRowBlock, 1, x.row_stride, kLanes * x.row_stride};
 }
 
-// out[row][0 .. dim) = rows of the operand.
+// Packs `rows` rows as A: [block][part of 16 elements][6][16]. Those outside `readable` are not read and become 0, as
+// do elements behind the last.
 template <class Real>
-void pack_rows(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real* out) {
-  for (int64_t r = 0; r < rows; ++r, out += dim)
+void pack_row_blocks(DataType dtype, const Operand& x, int64_t offset, Range readable, int64_t rows, int64_t dim,
+                     Real* out) {
+  const int64_t padded = round_up(dim, kLanes);
+  if (readable.begin > 0 || readable.end < rows) std::fill(out, out + round_up(rows, kRowBlock) * padded, Real(0));
+  for (int64_t r = readable.begin; r < readable.end; ++r)
     with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
-      for (int64_t d = 0; d < dim; ++d) out[d] = load(d);
+      Real* to = out + r / kRowBlock * kRowBlock * padded + r % kRowBlock * kLanes;
+      int64_t d = 0;
+      for (; d + kLanes <= dim; d += kLanes, to += kRowBlock * kLanes)
+        for (int64_t i = 0; i < kLanes; ++i) to[i] = load(d + i);
+      for (int64_t i = 0; d + i < padded; ++i) to[i] = d + i < dim ? load(d + i) : Real(0);
     });
 }
+template <class Real>
+RowOperand<Real> packed_rows(const Real* data, int64_t dim) {
+  return {data, kRowBlock * round_up(dim, kLanes), kLanes, 1, kRowBlock * kLanes};
+}
 
-// The same in panels along the dim: out[panel][row][16], zero behind the last element. A panel holds `capacity` rows.
+// Packs their columns as A: [block of the dim][row][6].
+template <class Real>
+void pack_column_blocks(DataType dtype, const Operand& x, int64_t offset, Range readable, int64_t rows, int64_t dim,
+                        Real* out) {
+  if (readable.begin > 0 || readable.end < rows) std::fill(out, out + rows * round_up(dim, kRowBlock), Real(0));
+  for (int64_t r = readable.begin; r < readable.end; ++r)
+    with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
+      Real* to = out + r * kRowBlock;
+      int64_t d = 0;
+      for (; d + kRowBlock <= dim; d += kRowBlock, to += rows * kRowBlock)
+        for (int64_t i = 0; i < kRowBlock; ++i) to[i] = load(d + i);
+      for (int64_t i = 0; d + i < dim; ++i) to[i] = load(d + i);
+    });
+}
+template <class Real>
+RowOperand<Real> packed_columns(const Real* data, int64_t rows) {
+  return {data, kRowBlock * rows, 1, kRowBlock, kRowBlock * kLanes};
+}
+
+// Rows in panels along the dim: out[panel][row][16], zero behind the last element. A panel holds `capacity` rows.
 template <class Real>
 void pack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, int64_t capacity,
                      Real* out) {
@@ -54,40 +84,8 @@ void pack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t r
   }
 }
 
-// out[c][r] = factor · in[r][c], 4 × 4 elements at a time in fp32.
-template <class Real>
-void transpose(const Real* in, int64_t in_stride, int64_t rows, int64_t columns, Real factor, Real* out,
-               int64_t out_stride) {
-  int64_t r = 0;
-  if constexpr (std::is_same_v<Real, float>) {
-    typedef float Four __attribute__((vector_size(16)));
-    for (; r + 4 <= rows; r += 4) {
-      int64_t c = 0;
-      for (; c + 4 <= columns; c += 4) {
-        Four x[4];
-        for (int n = 0; n < 4; ++n) {
-          std::memcpy(&x[n], in + (r + n) * in_stride + c, sizeof(Four));
-          x[n] *= factor;
-        }
-        const Four low01 = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5),
-                   high01 = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7);
-        const Four low23 = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5),
-                   high23 = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
-        const Four y[4] = {
-            __builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
-            __builtin_shufflevector(high01, high23, 0, 1, 4, 5), __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
-        for (int n = 0; n < 4; ++n) std::memcpy(out + (c + n) * out_stride + r, &y[n], sizeof(Four));
-      }
-      for (; c < columns; ++c)
-        for (int n = 0; n < 4; ++n) out[c * out_stride + r + n] = factor * in[(r + n) * in_stride + c];
-    }
-  }
-  for (; r < rows; ++r)
-    for (int64_t c = 0; c < columns; ++c) out[c * out_stride + r] = factor * in[r * in_stride + c];
-}
-
 // Rows that are no array of Reals are converted some at a time.
-inline constexpr int64_t kConvertRows = 4, kConvertColumns = 128;
+inline constexpr int64_t kConvertRows = kLanes, kConvertColumns = 64;
 
 // out[c][lane] = factor · element c of row `lane`, in one panel; convert(row, first, count, to) gives `count` elements.
 template <class Real, class Convert>
@@ -97,7 +95,8 @@ void lanes_from_rows(int64_t rows, int64_t columns, Real factor, const Convert& 
     for (int64_t c = 0; c < columns; c += kConvertColumns) {
       const int64_t some_rows = std::min(kConvertRows, rows - r), some = std::min(kConvertColumns, columns - c);
       for (int64_t n = 0; n < some_rows; ++n) convert(r + n, c, some, converted + n * kConvertColumns);
-      transpose(converted, kConvertColumns, some_rows, some, factor, out + c * kLanes + r, kLanes);
+      micro_kernels<Real>().transpose(converted, kConvertColumns, some_rows, some, factor, out + c * kLanes + r,
+                                      kLanes);
     }
 }
 
@@ -108,7 +107,8 @@ void pack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, 
   for (int64_t panel = 0; panel < panels; ++panel, out += dim * kLanes, offset += kLanes * x.row_stride) {
     const int64_t some_lanes = std::clamp<int64_t>(rows - panel * kLanes, 0, kLanes);
     if (dtype == kNative<Real>) {
-      transpose(static_cast<const Real*>(x.data) + offset, x.row_stride, some_lanes, dim, factor, out, kLanes);
+      micro_kernels<Real>().transpose(static_cast<const Real*>(x.data) + offset, x.row_stride, some_lanes, dim, factor,
+                                      out, kLanes);
     } else {
       const auto convert = [&](int64_t row, int64_t first, int64_t count, Real* to) {
         with_loader<Real>(dtype, x.data, offset + row * x.row_stride + first, [&](auto load) {
@@ -126,14 +126,15 @@ void pack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, 
 template <class Real>
 void unpack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, const Real* in) {
   if (dtype == kNative<Real>) {
-    transpose(in, kLanes, dim, rows, Real(1), static_cast<Real*>(x.data) + offset, x.row_stride);
+    micro_kernels<Real>().transpose(in, kLanes, dim, rows, Real(1), static_cast<Real*>(x.data) + offset, x.row_stride);
     return;
   }
   Real converted[kConvertRows * kConvertColumns];
   for (int64_t r = 0; r < rows; r += kConvertRows)
     for (int64_t d = 0; d < dim; d += kConvertColumns) {
       const int64_t some_rows = std::min(kConvertRows, rows - r), some = std::min(kConvertColumns, dim - d);
-      transpose(in + d * kLanes + r, kLanes, some, some_rows, Real(1), converted, kConvertColumns);
+      micro_kernels<Real>().transpose(in + d * kLanes + r, kLanes, some, some_rows, Real(1), converted,
+                                      kConvertColumns);
       for (int64_t n = 0; n < some_rows; ++n)
         with_storer<Real>(dtype, x.data, offset + (r + n) * x.row_stride + d, [&](auto store) {
           for (int64_t c = 0; c < some; ++c) store(c, converted[n * kConvertColumns + c]);
@@ -152,13 +153,6 @@ void unpack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t
         for (int64_t lane = 0; lane < some; ++lane) store(lane, factor == 0 ? Real(0) : factor * in[r * kLanes + lane]);
       });
   }
-}
-
-// x[d][lane] *= factor[lane] in one panel; a factor of 0 gives 0 whatever x holds.
-template <class Real>
-void scale_lanes(Real* x, int64_t dim, const Real* factor) {
-  for (int64_t d = 0; d < dim; ++d, x += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) x[lane] = factor[lane] == 0 ? Real(0) : x[lane] * factor[lane];
 }
 
 }  // namespace flash::cpu

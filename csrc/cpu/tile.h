@@ -167,13 +167,30 @@ Real adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, cons
   return left;
 }
 
-// keep[key][lane] = whether dropout keeps the element, in one panel, which begins at a multiple of 16 rows.
+// keep[key][lane] = whether dropout keeps the element, in one panel.
 inline void dropout_panel(const Dropout& dropout, const DropoutStream& stream, const TilePlace& panel, uint8_t* keep) {
   static_assert(kDropoutQueries == kLanes);
-  micro_kernels<float>().dropout_panel(
-      {stream.key0, stream.key1, stream.salt2, stream.salt3, dropout.threshold,
-       static_cast<uint64_t>(dropout_query_group(panel.first_row)), panel.first_key, panel.keys},
-      keep);
+  const auto draw = [&](int64_t first_row, int64_t first_key, int64_t keys, uint8_t* to) {
+    micro_kernels<float>().dropout_panel({stream.key0, stream.key1, stream.salt2, stream.salt3, dropout.threshold,
+                                          static_cast<uint64_t>(dropout_query_group(first_row)), first_key, keys},
+                                         to);
+  };
+  const int64_t shift = panel.first_row % kLanes, aligned = panel.first_row - shift;
+  if (shift == 0) {
+    draw(aligned, panel.first_key, panel.keys, keep);
+    return;
+  }
+  constexpr int64_t kSomeKeys = 64;
+  uint8_t lower[kSomeKeys * kLanes], upper[kSomeKeys * kLanes];
+  for (int64_t j = 0; j < panel.keys; j += kSomeKeys) {
+    const int64_t some = std::min(kSomeKeys, panel.keys - j);
+    draw(aligned, panel.first_key + j, some, lower);
+    draw(aligned + kLanes, panel.first_key + j, some, upper);
+    for (int64_t i = 0; i < some; ++i, keep += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        keep[lane] =
+            lane + shift < kLanes ? lower[i * kLanes + lane + shift] : upper[i * kLanes + lane + shift - kLanes];
+  }
 }
 
 }  // namespace flash::cpu

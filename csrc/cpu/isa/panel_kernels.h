@@ -89,6 +89,33 @@ struct Panels {
 
   static Vector absolute(Vector x) { return V::select(x < Vector{}, -x, x); }
 
+  static void transpose(const Real* in, int64_t in_stride, int64_t rows, int64_t columns, Real factor, Real* out,
+                        int64_t out_stride) {
+    int64_t r = 0;
+    for (; r + kWidth <= rows; r += kWidth) {
+      int64_t c = 0;
+      for (; c + kWidth <= columns; c += kWidth) {
+        Vector square[kWidth];
+        for (int i = 0; i < kWidth; ++i) square[i] = V::broadcast(factor) * V::load(in + (r + i) * in_stride + c);
+        transpose_square<kWidth>(square);
+        for (int i = 0; i < kWidth; ++i) V::store(out + (c + i) * out_stride + r, square[i]);
+      }
+      for (; c < columns; ++c)
+        for (int i = 0; i < kWidth; ++i) out[c * out_stride + r + i] = factor * in[(r + i) * in_stride + c];
+    }
+    for (; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) out[c * out_stride + r] = factor * in[r * in_stride + c];
+  }
+
+  static void scale_lanes(int64_t rows, const Real* factor, Real* x) {
+    for (int v = 0; v < kPanelVectors; ++v) {
+      const Vector by = V::load(factor + v * kWidth);
+      Real* at = x + v * kWidth;
+      for (int64_t row = 0; row < rows; ++row, at += kLanes)
+        V::store(at, V::select(by == Vector{}, Vector{}, V::load(at) * by));
+    }
+  }
+
   // ---- Logits ----
 
   // tanh = (e^2y - 1) / (e^2y + 1), with e^2y - 1 = 2^n · (e^r - 1) + (2^n - 1), which is as good for small y.
@@ -331,8 +358,8 @@ template <class Real, int kVectorBytes, int kRows, int kVectors, int64_t kSlice>
 constexpr MicroKernels<Real> make_kernels(const char* name) {
   using V = Vectors<Real, kVectorBytes, kRows, kVectors, kSlice>;
   using P = Panels<Real, kVectorBytes, V>;
-  return {name,        V::multiply,    V::softmax_step, V::gradient_step, P::softcap, P::add_alibi,
-          P::add_bias, P::hide_masked, P::hide_outside, P::dropout_panel, P::drop};
+  return {name,         V::multiply, V::softmax_step, V::gradient_step, P::transpose,     P::scale_lanes, P::softcap,
+          P::add_alibi, P::add_bias, P::hide_masked,  P::hide_outside,  P::dropout_panel, P::drop};
 }
 
 }  // namespace

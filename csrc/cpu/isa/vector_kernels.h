@@ -124,18 +124,20 @@ struct Vectors {
                                                                    int64_t vector) {
     int64_t b_offset[kV];
     for (int v = 0; v < kV; ++v) b_offset[v] = offset(vector + v, p.b_panel_stride);
-    const Real* a = p.a + row * p.a_row_stride;
+    // Local, or each step would read them again.
+    const int64_t a_row = p.a.row_stride, a_depth = p.a.depth_stride, b_step = p.b_stride;
+    const Real* a = p.a.data + row / kRows * p.a.block_stride;
     const Real* b = p.b;
     int64_t k = 0;
     do {
       Vector c[kR][kV] = {};
-      for (const int64_t slice = smaller(p.depth, k + kSlice); k < slice; k += kLanes, a += p.a_panel_stride) {
+      for (const int64_t slice = smaller(p.depth, k + kSlice); k < slice; k += kLanes, a += p.a.panel_stride) {
         const Real* column = a;
-        for (int64_t rest = smaller(slice - k, kLanes); rest > 0; --rest, column += p.a_depth_stride, b += p.b_stride) {
+        for (int64_t rest = smaller(slice - k, kLanes); rest > 0; --rest, column += a_depth, b += b_step) {
           Vector bv[kV];
           for (int v = 0; v < kV; ++v) bv[v] = load(b + b_offset[v]);
           for (int r = 0; r < kR; ++r) {
-            const Vector av = broadcast(column[r * p.a_row_stride]);
+            const Vector av = broadcast(column[r * a_row]);
             for (int v = 0; v < kV; ++v) c[r][v] += av * bv[v];
           }
         }
@@ -154,7 +156,7 @@ struct Vectors {
   // All rows of kV vectors: what they need of B stays in the first cache while A passes by.
   template <int kV>
   static inline __attribute__((always_inline)) void multiply_vectors(const Product<Real>& p, int64_t vector) {
-    static_assert(kRows == 6, "the switch below covers what is left of 6 rows");
+    static_assert(kRows == kRowBlock && kRows == 6, "the switch below covers what is left of 6 rows");
     int64_t row = 0;
     for (; row + kRows <= p.rows; row += kRows) multiply_block<kRows, kV>(p, row, vector);
     switch (p.rows - row) {
