@@ -23,6 +23,7 @@ CASES = [
         Case(dropout_p=0.3, heads=6, heads_k=2, dim=24, dim_v=40), Case(dropout_p=0.3, window=(5, 3), lse_grad=True),
         Case(dropout_p=0.3, softcap=2.0, bias="bhqk", mask="b11k", alibi="heads"), Case(dropout_p=0.3, sink=True),
         Case(dropout_p=0.3, leftpad_q=True, leftpad_k=True, seqused_q=True, seqused_k=True, causal=True),
+        Case(dropout_p=0.3, leftpad_q=True, leftpad_k=True, bias="bhqk"),
         *(Case(dropout_p=p, lse_grad=True) for p in (1e-16, 1.0, 2.0**-17, 2.0**-18, 0.99999)),
     )
 ]  # fmt: skip

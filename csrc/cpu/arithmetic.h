@@ -112,7 +112,7 @@ struct RealArithmetic {
   }
 
   static TileSize backward_tile(int64_t longest_q, int64_t longest_k) {
-    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), tile_keys(longest_k, 96)};
+    return {std::clamp<int64_t>(round_up(longest_q, kLanes), kLanes, 64), tile_keys(longest_k, 144)};
   }
 
   // Rows of Q or dO as B of `outer`: [panel of dims][row][16], or where they are.

@@ -30,11 +30,11 @@ struct Chunk {
   int64_t first_acc;  // row of the accumulators
 };
 
-// Chunks are long, so that packing a query tile is paid over many keys, but there shall be some 64 of them for the
-// threads. A function of the shape alone: it decides the order of summation.
+// Chunks are long, so that packing a query tile is paid over many keys, but there shall be eight of them and more for
+// the threads. A function of the shape alone: it decides the order of summation.
 int64_t chunk_keys(const AttentionParams& p, const Sequences& sequences, TileSize size) {
   const int64_t units = std::max<int64_t>(1, p.batch * p.heads_k);
-  const int64_t wanted = divide_up(sequences.longest_k * units, 64);
+  const int64_t wanted = divide_up(sequences.longest_k * units, 8);
   return round_up(std::clamp<int64_t>(wanted, 256, 1024), size.keys);
 }
 

@@ -70,18 +70,17 @@ RowOperand<Real> packed_columns(const Real* data, int64_t rows) {
 template <class Real>
 void pack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, int64_t capacity,
                      Real* out) {
-  for (int64_t first = 0; first < dim; first += kLanes, out += capacity * kLanes) {
-    const int64_t some = std::min(kLanes, dim - first);
-    for (int64_t r = 0; r < rows; ++r)
-      with_loader<Real>(dtype, x.data, offset + r * x.row_stride + first, [&](auto load) {
-        Real* to = out + r * kLanes;
-        if (some == kLanes) {
-          for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = load(lane);
-        } else {
-          for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = lane < some ? load(lane) : Real(0);
-        }
-      });
-  }
+  with_loader<Real>(dtype, x.data, offset, [&](auto load) {
+    for (int64_t r = 0; r < rows; ++r) {
+      Real* to = out + r * kLanes;
+      const int64_t row = r * x.row_stride;
+      int64_t d = 0;
+      for (; d + kLanes <= dim; d += kLanes, to += capacity * kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = load(row + d + lane);
+      if (d == dim) continue;
+      for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = d + lane < dim ? load(row + d + lane) : Real(0);
+    }
+  });
 }
 
 // Rows that are no array of Reals are converted some at a time.
@@ -146,13 +145,22 @@ void unpack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows
 template <class Real>
 void unpack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real factor,
                        const Real* in, int64_t panel_stride) {
-  for (int64_t first = 0; first < dim; first += kLanes, in += panel_stride) {
-    const int64_t some = std::min(kLanes, dim - first);
-    for (int64_t r = 0; r < rows; ++r)
-      with_storer<Real>(dtype, x.data, offset + r * x.row_stride + first, [&](auto store) {
-        for (int64_t lane = 0; lane < some; ++lane) store(lane, factor == 0 ? Real(0) : factor * in[r * kLanes + lane]);
-      });
-  }
+  with_storer<Real>(dtype, x.data, offset, [&](auto store) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t row = r * x.row_stride;
+      const Real* from = in + r * kLanes;
+      for (int64_t d = 0; d < dim; d += kLanes, from += panel_stride) {
+        const int64_t some = std::min(kLanes, dim - d);
+        if (factor == 0) {
+          for (int64_t lane = 0; lane < some; ++lane) store(row + d + lane, Real(0));
+        } else if (some == kLanes) {
+          for (int64_t lane = 0; lane < kLanes; ++lane) store(row + d + lane, factor * from[lane]);
+        } else {
+          for (int64_t lane = 0; lane < some; ++lane) store(row + d + lane, factor * from[lane]);
+        }
+      }
+    }
+  });
 }
 
 }  // namespace flash::cpu

@@ -1,4 +1,4 @@
-// Parts of csrc/cpu that the ops cannot show alone: conversions, exp2, the product micro-kernel, the work list.
+// Parts of csrc/cpu that the ops cannot show alone: conversions, micro-kernels, dropout of any place, the work list.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -8,6 +8,7 @@
 #include "cpu/convert.h"
 #include "cpu/micro_kernels.h"
 #include "cpu/schedule.h"
+#include "cpu/tile.h"
 
 using namespace flash;
 using namespace flash::cpu;
@@ -139,30 +140,125 @@ static void test_product(double tolerance) {
   for (int64_t rows : {0, 1, 2, 3, 4, 5, 6, 13})
     for (int64_t depth : {0, 1, 7, 33, 300})
       for (int64_t panels : {1, 3, 5})
-        for (int layout : {0, 1, 2})  // of A: rows, columns, panels of 16 columns
+        for (int layout : {0, 1, 2, 3})  // of A: rows, columns, panels of 16 columns, blocks of 6 rows
           for (bool accumulate : {false, true}) {
             const int64_t lanes = panels * kLanes, padded = (depth + kLanes - 1) / kLanes * kLanes;
-            std::vector<Real> a(rows * padded + 1), b(depth * lanes + 1), c(rows * lanes + 1);
+            std::vector<Real> a((rows + kRowBlock) * padded + 1), b(depth * lanes + 1), c(rows * lanes + 1);
             for (auto* x : {&a, &b, &c})
               for (Real& e : *x) e = static_cast<Real>(uniform(generator));
             const std::vector<Real> before = c;
-            const int64_t row_stride = layout == 0 ? depth : layout == 1 ? 1 : kLanes;
-            const int64_t depth_stride = layout == 1 ? rows : 1;
+            const int64_t row_stride = layout == 0 ? depth : layout == 2 ? kLanes : 1;
+            const int64_t depth_stride = layout == 1 ? rows : layout == 3 ? kRowBlock : 1;
             const int64_t panel_stride = layout == 2 ? rows * kLanes : kLanes * depth_stride;
-            micro_kernels<Real>().multiply({rows, depth, panels, a.data(), row_stride, depth_stride, panel_stride,
-                                            b.data(), kLanes, depth * kLanes, c.data(), kLanes, rows * kLanes,
+            const int64_t block_stride = layout == 3 ? kRowBlock * depth : kRowBlock * row_stride;
+            micro_kernels<Real>().multiply({rows,
+                                            depth,
+                                            panels,
+                                            {a.data(), block_stride, row_stride, depth_stride, panel_stride},
+                                            b.data(),
+                                            kLanes,
+                                            depth * kLanes,
+                                            c.data(),
+                                            kLanes,
+                                            rows * kLanes,
                                             accumulate});
             for (int64_t r = 0; r < rows; ++r)
               for (int64_t l = 0; l < lanes; ++l) {
                 const int64_t at = l / kLanes * rows * kLanes + r * kLanes + l % kLanes;
                 double exact = accumulate ? before[at] : 0;
                 for (int64_t d = 0; d < depth; ++d)
-                  exact += double(a[r * row_stride + d / kLanes * panel_stride + d % kLanes * depth_stride]) *
+                  exact += double(a[r / kRowBlock * block_stride + r % kRowBlock * row_stride +
+                                    d / kLanes * panel_stride + d % kLanes * depth_stride]) *
                            b[l / kLanes * depth * kLanes + d * kLanes + l % kLanes];
                 EXPECT(std::fabs(c[at] - exact) < (depth > 100 ? 3 * tolerance : tolerance));
               }
             EXPECT(c.back() == before.back());
           }
+}
+
+template <class Real>
+static void test_softcap(double tolerance) {
+  std::vector<Real> s;
+  for (double x = -400; x < 400; x += 0.37) s.push_back(static_cast<Real>(x));
+  for (double x : {0.0, -0.0, 1e-30, -1e-5, 1e-3, 1e30, -1e30, double(INFINITY), -double(INFINITY), double(NAN)})
+    s.push_back(static_cast<Real>(x));
+  s.resize(round_up(s.size(), kLanes));
+  const Real cap = 15, scale = Real(0.25);
+  std::vector<Real> capped = s, derivative(s.size());
+  micro_kernels<Real>().softcap(s.size(), scale, cap, capped.data(), derivative.data());
+  for (size_t i = 0; i < s.size(); ++i) {
+    const double t = std::tanh(double(s[i]) * scale / cap);
+    if (std::isnan(t)) {
+      EXPECT(std::isnan(capped[i]));
+    } else {
+      EXPECT(std::fabs(capped[i] - cap * t) <= tolerance * std::fabs(cap * t));
+      EXPECT(std::fabs(derivative[i] - (1 - t * t)) <= 4 * tolerance);
+    }
+  }
+}
+
+// Every 16-bit number, and rows that are not there.
+template <class Real>
+static void test_bias() {
+  for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16})
+    for (int64_t rows : {16, 5})
+      for (int64_t keys : {64, 37}) {
+        std::vector<uint16_t> bias(65536);
+        for (size_t i = 0; i < bias.size(); ++i) bias[i] = static_cast<uint16_t>(i);
+        for (int64_t first = 0; first + rows * 64 <= 65536; first += rows * 64) {
+          std::vector<Real> s(keys * kLanes, Real(0));
+          micro_kernels<Real>().add_bias({dtype, bias.data() + first, 64, rows, keys}, Real(1), s.data());
+          for (int64_t r = 0; r < rows; ++r)
+            for (int64_t j = 0; j < keys; ++j) {
+              const uint16_t bits = bias[first + r * 64 + j];
+              const float exact = dtype == DataType::kFloat16 ? from_fp16(bits) : from_bf16(bits);
+              EXPECT(s[j * kLanes + r] == exact || (std::isnan(exact) && std::isnan(s[j * kLanes + r])));
+            }
+        }
+      }
+}
+
+template <class Real>
+static void test_masks() {
+  for (int64_t rows : {16, 7})
+    for (int64_t keys : {1, 31, 32, 64, 101}) {
+      std::vector<uint8_t> allowed(16 * 128), keep(keys * kLanes);
+      for (size_t i = 0; i < allowed.size(); ++i) allowed[i] = i * 7 % 3 == 0 ? 0 : static_cast<uint8_t>(i * 37);
+      KeyBounds bounds;
+      for (int lane = 0; lane < kLanes; ++lane) {
+        bounds.begin[lane] = lane;
+        bounds.end[lane] = 3 * lane;
+      }
+      std::vector<Real> masked(keys * kLanes, Real(1)), outside = masked, dropped = masked;
+      for (size_t i = 0; i < keep.size(); ++i) keep[i] = i * 5 % 3 != 0;
+      micro_kernels<Real>().hide_masked({allowed.data(), 128, rows, keys}, masked.data());
+      micro_kernels<Real>().hide_outside(bounds, 0, keys, outside.data());
+      micro_kernels<Real>().drop(keep.data(), keys, dropped.data());
+      const Real nothing = -Real(INFINITY);
+      for (int64_t j = 0; j < keys; ++j)
+        for (int64_t r = 0; r < kLanes; ++r) {
+          const int64_t at = j * kLanes + r;
+          if (r < rows) EXPECT(masked[at] == (allowed[r * 128 + j] != 0 ? Real(1) : nothing));
+          EXPECT(outside[at] == (r <= j && j < 3 * r ? Real(1) : nothing));
+          EXPECT(dropped[at] == Real(keep[at]));
+        }
+    }
+}
+
+static void test_dropout() {
+  const int64_t seed[2] = {0x123456789ABCDEF, -42};
+  const DropoutStream stream = dropout_stream(seed, 3, 5);
+  Dropout dropout;
+  dropout.threshold = 20000;
+  for (int64_t first_row : {int64_t{0}, int64_t{16}, int64_t{21}, (int64_t{1} << 33) + 48})
+    for (int64_t first_key : {int64_t{0}, int64_t{7}, int64_t{64}, (int64_t{1} << 34) + 5})
+      for (int64_t keys : {1, 32, 75}) {
+        std::vector<uint8_t> keep(keys * kLanes, 9);
+        dropout_panel(dropout, stream, {first_row, 16, first_key, keys}, keep.data());
+        for (int64_t j = 0; j < keys; ++j)
+          for (int64_t r = 0; r < kLanes; ++r)
+            EXPECT(keep[j * kLanes + r] == (stream.draw(first_row + r, first_key + j) >= dropout.threshold));
+      }
 }
 
 static void test_items() {
@@ -202,6 +298,13 @@ int main() {
     test_gradient_step<double>(2e-15);
     test_softmax_step<float>(3e-7);
     test_softmax_step<double>(2e-15);
+    test_softcap<float>(6e-7);
+    test_softcap<double>(2e-15);
+    test_bias<float>();
+    test_bias<double>();
+    test_masks<float>();
+    test_masks<double>();
+    test_dropout();
   }
   test_items();
   std::printf("%ld checks\n", checks);
