@@ -1,5 +1,6 @@
 // How the tile loop stores its operands and multiplies them; the loop is a template over such a class. Here: in the
-// type of the softmax, fp32 or fp64, to which other types are converted when they are packed. (bf16_arithmetic.h: in bf16.)
+// type of the softmax, fp32 or fp64, to which other types are converted when they are packed (in bf16:
+// bf16_arithmetic.h).
 //
 // The products of forward and backward, all of the form of micro_kernels.h:
 //

@@ -56,7 +56,7 @@ class ForwardPass {
   }
 
  private:
-  // Every tile of keys that comes from a farther cache shall serve many rows, but no thread shall wait for a long block.
+  // A tile of keys that comes from a farther cache shall serve many rows, but no thread shall wait for a long block.
   static int64_t block_rows(const FwdParams& p, const Sequences& sequences, const ThreadPool& pool) {
     if (sequences.longest_q <= kGroupRows) return std::max(kLanes, round_up(sequences.longest_q, kLanes));
     int64_t rows = 256;
@@ -186,8 +186,8 @@ class ForwardPass {
     });
   }
 
-  // Cuts the keys of a tile into what can be done in one way: in whole steps, and clean, which means that every row sees
-  // every key and that nothing changes the logits.
+  // Cuts the keys of a tile into what can be done in one way: in whole steps, and clean, which means that every row
+  // sees every key and that nothing changes the logits.
   template <class Use>
   void for_each_part(Range keys, Range by_all, const Use& use) const {
     if (!Arithmetic::kFused) return use(keys, false);

@@ -59,8 +59,8 @@ void add_alibi(Real scale, Real slope, const TilePlace& panel, int64_t diagonal,
       scores[lane] = scale * scores[lane] + alibi(slope, panel.first_row + lane, panel.first_key + j, diagonal);
 }
 
-// Calls use(rows, row stride, first key, keys) with the panel's elements of a bias or mask side by side: where they are,
-// or copied some keys at a time.
+// Calls use(rows, row stride, first key, keys) with the panel's elements of a bias or mask side by side: where they
+// are, or copied some keys at a time.
 template <class T, class Use>
 void with_adjacent_keys(const T* data, int64_t row_stride, int64_t column_stride, const TilePlace& panel,
                         const Use& use) {
@@ -141,16 +141,16 @@ inline bool changes_logits(const AttentionParams& p) {
   return p.score.softcap > 0 || p.score.alibi_slopes != nullptr || p.bias.given();
 }
 
-// What adjust_logits leaves to be multiplied: all of the scale, unless something is added to scaled scores, or -inf would
-// be turned around.
+// What adjust_logits leaves to be multiplied: all of the scale, unless something is added to scaled scores, or -inf
+// would be turned around.
 template <class Real>
 Real scale_left(const AttentionParams& p, Real scale) {
   return changes_logits(p) || scale <= 0 ? Real(1) : scale;
 }
 
-// From s, where scale · s = scale · q·k, of one panel to the logits: softcap, ALiBi, bias; -inf where a row does not see
-// a key. `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold finite
-// values if K is finite, and nothing reads them. Returns what is left of the scale: see scale_left.
+// From s, where scale · s = scale · q·k, of one panel to the logits: softcap, ALiBi, bias; -inf where a row does not
+// see a key. `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold
+// finite values if K is finite, and nothing reads them. Returns what is left of the scale: see scale_left.
 template <class Real>
 Real adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real scale,
                    Real* scores, Real* softcap_derivative) {

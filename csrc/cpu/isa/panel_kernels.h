@@ -308,8 +308,8 @@ struct Panels {
     return places;
   }
 
-  // The 8 × 8 groups of 16 rows × 32 keys, each 2 rows × 4 keys (common/dropout.h): group c · 8 + g has rows g, g + 8 in
-  // the halves of its words, keys c + 8 · slot in their order.
+  // The 8 × 8 groups of 16 rows × 32 keys, each 2 rows × 4 keys (common/dropout.h): group c · 8 + g has rows g, g + 8
+  // in the halves of its words, keys c + 8 · slot in their order.
   static void dropout_panel(const DropoutPanel& x, uint8_t* keep) {
     static constexpr Places kPlaces = places();
     alignas(64) uint32_t words[4][kGroups * kGroups];
