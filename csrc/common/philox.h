@@ -12,20 +12,26 @@ struct Philox4 {
   uint32_t x[4];
 };
 
+inline constexpr uint32_t kPhiloxMultiplier0 = 0xD2511F53u, kPhiloxMultiplier1 = 0xCD9E8D57u;
+inline constexpr uint32_t kPhiloxWeyl0 = 0x9E3779B9u,
+                          kPhiloxWeyl1 = 0xBB67AE85u;  // the keys of the next round: + these
+
+FLASH_HOST_DEVICE void philox_round(uint32_t (&x)[4], uint32_t key0, uint32_t key1) {
+  const uint64_t product0 = static_cast<uint64_t>(kPhiloxMultiplier0) * x[0];
+  const uint64_t product1 = static_cast<uint64_t>(kPhiloxMultiplier1) * x[2];
+  x[0] = static_cast<uint32_t>(product1 >> 32) ^ x[1] ^ key0;
+  x[1] = static_cast<uint32_t>(product1);
+  x[2] = static_cast<uint32_t>(product0 >> 32) ^ x[3] ^ key1;
+  x[3] = static_cast<uint32_t>(product0);
+}
+
 FLASH_HOST_DEVICE Philox4 philox4x32_10(Philox4 counter, uint32_t key0, uint32_t key1) {
-  constexpr uint64_t kMultiplier0 = 0xD2511F53u, kMultiplier1 = 0xCD9E8D57u;
-  constexpr uint32_t kWeyl0 = 0x9E3779B9u, kWeyl1 = 0xBB67AE85u;
-  uint32_t c0 = counter.x[0], c1 = counter.x[1], c2 = counter.x[2], c3 = counter.x[3];
   for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = kMultiplier0 * c0, product1 = kMultiplier1 * c2;
-    c0 = static_cast<uint32_t>(product1 >> 32) ^ c1 ^ key0;
-    c1 = static_cast<uint32_t>(product1);
-    c2 = static_cast<uint32_t>(product0 >> 32) ^ c3 ^ key1;
-    c3 = static_cast<uint32_t>(product0);
-    key0 += kWeyl0;
-    key1 += kWeyl1;
+    philox_round(counter.x, key0, key1);
+    key0 += kPhiloxWeyl0;
+    key1 += kPhiloxWeyl1;
   }
-  return {{c0, c1, c2, c3}};
+  return counter;
 }
 
 }  // namespace flash

@@ -192,6 +192,32 @@ static void test_philox() {
   }
 }
 
+// Rounds that are shared between groups change nothing.
+static void test_dropout_rows() {
+  const int64_t seed[2] = {-3, int64_t{1} << 40};
+  const DropoutStream stream = dropout_stream(seed, 2, 7);
+  for (uint32_t g : {0u, 1u, 77u, 0xFFFFFFFFu}) {
+    const DropoutRow row = DropoutRow::make(stream, g);
+    for (uint32_t c : {0u, 5u, 12345678u, 0xFFFFFFFFu}) {
+      uint32_t x[4];
+      row.start(x, static_cast<uint64_t>(kPhiloxMultiplier0) * (c ^ row.mask));
+      for (uint32_t round = DropoutRow::kRoundsDone; round < 10; ++round)
+        philox_round(x, stream.key0 + round * kPhiloxWeyl0, stream.key1 + round * kPhiloxWeyl1);
+      for (int i = 0; i < 4; ++i) EXPECT(x[i] == stream.draws(g, c).words.x[i]);
+    }
+  }
+}
+
+static void test_threshold() {
+  for (uint32_t threshold : {0u, 1u, 0x4000u, 0x7FFFu, 0x8000u, 0x8001u, 0xC000u, 0xFFFFu})
+    for (uint32_t low = 0; low < 0x10000; low += low % 0x4000 < 4 || low % 0x4000 > 0x3FFA ? 1 : 97)
+      for (uint32_t high : {0u, 0x7FFFu, 0x8000u, 0xFFFFu, threshold}) {
+        const uint32_t kept = DropoutThreshold(threshold).kept(low | high << 16);
+        EXPECT((kept >> 15 & 1) == (low >= threshold) && kept >> 31 == (high >= threshold));
+      }
+  EXPECT(DropoutThreshold(65536).pair == DropoutThreshold(65535).pair);
+}
+
 using Group = std::pair<int64_t, int64_t>;
 using Slot = std::pair<int, int>;
 
@@ -268,6 +294,8 @@ int main() {
   test_statistics<double>(1e-12);
   test_statistics<float>(1e-5f);
   test_philox();
+  test_dropout_rows();
+  test_threshold();
   test_groups();
   test_fragments();
   std::printf("%ld checks\n", checks);
