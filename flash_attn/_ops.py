@@ -109,7 +109,7 @@ class GpuPlan:
 
 
 DATA_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # DataType of csrc/common/params.h
-VARIANTS = ("plain", "modified", "biased")  # Variant of csrc/common/kernel_key.h
+VARIANTS = ("plain", "dropout", "modified", "biased")  # Variant of csrc/common/kernel_key.h
 
 
 @lru_cache(maxsize=1024)
@@ -129,7 +129,9 @@ def variant_of(problem: Problem, bias: Tensor | None) -> str:
     strides."""
     if bias is not None or problem.mask is not None:
         return "biased"
-    return "modified" if problem.softcap > 0 or problem.alibi_slopes is not None or problem.drops else "plain"
+    if problem.softcap > 0 or problem.alibi_slopes is not None:
+        return "modified"
+    return "dropout" if problem.drops else "plain"
 
 
 _SHORT = Problem._fields.index("dropout_p")

@@ -48,7 +48,7 @@ Tensor letters(const std::string& text) {
 std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, int64_t dim_v, int64_t variant,
                                     int64_t keys) {
   FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
-  FLASH_CHECK(variant >= 0 && variant <= 2, "variant must be in [0, 2], is ", variant);
+  FLASH_CHECK(variant >= 0 && variant <= 3, "variant must be in [0, 3], is ", variant);
   const gpu::Plan plan = gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys},
                                    static_cast<int>(device));
   std::array<int64_t, 5> values{};

@@ -11,8 +11,9 @@ enum class Arch : int { sm75 = 75, sm80 = 80, sm86 = 86, sm89 = 89, sm90 = 90, s
 // Each contains the ones before it.
 enum class Variant : int {
   plain,     // S = scale · QKᵀ with scale > 0; causal, window, lengths, GQA, sink
-  modified,  // and any scale, softcap, ALiBi, dropout
-  biased,    // and a bias, a mask, rows at any address
+  dropout,   // and dropout
+  modified,  // and any scale, softcap, ALiBi
+  biased,    // and a bias, a mask, rows at any address and of any length
 };
 
 struct KernelKey {

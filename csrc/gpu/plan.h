@@ -68,19 +68,19 @@ inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, con
 }
 
 // Whether rows can be read or written 16 bytes at a time.
-inline bool is_vectorised(const Operand& x) {
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.batch_stride % 8 == 0 && x.row_stride % 8 == 0 &&
-         x.head_stride % 8 == 0;
+inline bool is_vectorised(const Operand& x, int64_t dim) {
+  return dim % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.batch_stride % 8 == 0 &&
+         x.row_stride % 8 == 0 && x.head_stride % 8 == 0;
 }
 
 // The simplest variant that has what the call needs. A scale that is not well inside fp32's range, or not positive, is
 // applied before the maximum is taken.
 inline Variant variant_of(const AttentionParams& p) {
-  const bool vectorised = is_vectorised(p.q) && is_vectorised(p.k) && is_vectorised(p.v);
+  const bool vectorised = is_vectorised(p.q, p.dim) && is_vectorised(p.k, p.dim) && is_vectorised(p.v, p.dim_v);
   if (p.bias.given() || p.mask.given() || !vectorised) return Variant::biased;
   const bool plain_scale = 0x1p-60 < p.score.scale && p.score.scale < 0x1p+60;
-  const bool modified = p.score.softcap > 0 || p.score.alibi_slopes != nullptr || p.dropout.given();
-  return modified || !plain_scale ? Variant::modified : Variant::plain;
+  if (p.score.softcap > 0 || p.score.alibi_slopes != nullptr || !plain_scale) return Variant::modified;
+  return p.dropout.given() ? Variant::dropout : Variant::plain;
 }
 
 // Heads whose tiles are dealt out together. Without a diagonal all row blocks of a head cost the same: one head after
@@ -102,15 +102,17 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
       all_heads * m_blocks > kMostBlocks)
     return std::nullopt;
   FwdLaunch launch;
-  launch.order = {static_cast<uint32_t>(m_blocks), static_cast<uint32_t>(p.heads), static_cast<uint32_t>(all_heads),
-                  head_group(p, l2_bytes)};
+  launch.order = TileOrder(static_cast<uint32_t>(m_blocks), static_cast<uint32_t>(p.heads),
+                           static_cast<uint32_t>(all_heads), head_group(p, l2_bytes));
   launch.blocks = static_cast<uint32_t>(all_heads * m_blocks);
   launch.tile = choice.tile;
-  launch.group = static_cast<uint32_t>(p.group());
+  launch.group = Divisor(static_cast<uint32_t>(p.group()));
   launch.scale = static_cast<float>(p.score.scale);
-  launch.vectorised_qk = is_vectorised(p.q) && is_vectorised(p.k);
-  launch.vectorised_v = is_vectorised(p.v);
-  launch.vectorised_out = is_vectorised(p.out);
+  launch.keep_scale = static_cast<float>(p.dropout.keep_scale);
+  launch.threshold = DropoutThreshold(p.dropout.threshold);
+  launch.vectorised_qk = is_vectorised(p.q, p.dim) && is_vectorised(p.k, p.dim);
+  launch.vectorised_v = is_vectorised(p.v, p.dim_v);
+  launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.max_rows_q = max_rows_q;
   return launch;
 }

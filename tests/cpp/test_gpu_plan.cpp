@@ -21,7 +21,7 @@ static long checks = 0;
   } while (0)
 
 static constexpr int kDims[] = {32, 64, 96, 128, 192, 256};
-static constexpr Variant kVariants[] = {Variant::plain, Variant::modified, Variant::biased};
+static constexpr Variant kVariants[] = {Variant::plain, Variant::dropout, Variant::modified, Variant::biased};
 
 static std::vector<KernelKey> all_keys() {
   std::vector<KernelKey> keys;
@@ -84,7 +84,7 @@ static void test_less_shared_memory() {
     const auto choice = choose_kernel(keys, {DataType::kBFloat16, dim, dim, Variant::plain, 100000}, card);
     return mma_sync::fwd_tiles(choice->key)[choice->tile];
   };
-  EXPECT(tile(kH200, 128).keys == 48 && tile(kRtx3090, 128).keys == 32);  // two CTAs on an SM
+  EXPECT(tile(kH200, 128).keys == 64 && tile(kRtx3090, 128).keys == 32);  // two CTAs on an SM
   EXPECT(tile(kA100, 256).keys == 96 && tile(kRtx3090, 256).keys == 32);
 }
 
@@ -109,6 +109,20 @@ static void test_variant() {
   EXPECT(variant_of(p) == Variant::modified);
   p.q.row_stride = 36;
   EXPECT(variant_of(p) == Variant::biased);
+  AttentionParams dropped;
+  const int64_t seed[2] = {1, 2};
+  dropped.dropout.seed = seed;
+  EXPECT(variant_of(dropped) == Variant::dropout);
+  dropped.dim = 60;  // rows are not whole pieces of 16 bytes
+  EXPECT(variant_of(dropped) == Variant::biased);
+}
+
+static void test_divisor() {
+  for (uint32_t value :
+       {1u, 2u, 3u, 5u, 7u, 24u, 63u, 64u, 65u, 1000u, 65537u, (1u << 28) - 1, 1u << 28, (1u << 30) + 1})
+    for (uint64_t x = 0; x < 1u << 31; x = x * 3 / 2 + 1)
+      for (uint64_t y : {x, x / value * value, x / value * value + value - 1})
+        if (y < 1u << 31) EXPECT(Divisor(value).divide(static_cast<uint32_t>(y)) == y / value);
 }
 
 // Every (sequence, head, row block) exactly once, whatever the group.
@@ -117,7 +131,7 @@ static void test_order() {
     for (uint32_t heads : {1, 3, 8})
       for (uint32_t batch : {1, 2, 5})
         for (uint32_t group : {1, 4, 32}) {
-          const TileOrder order{m_blocks, heads, heads * batch, group};
+          const TileOrder order(m_blocks, heads, heads * batch, group);
           std::set<std::tuple<int64_t, int64_t, int>> seen;
           for (uint32_t i = 0; i < m_blocks * heads * batch; ++i) {
             const TileIndex tile = order.tile(i);
@@ -156,6 +170,7 @@ int main() {
   test_less_shared_memory();
   test_smaller_tables();
   test_variant();
+  test_divisor();
   test_order();
   test_launch();
   std::printf("%ld checks\n", checks);

@@ -8,137 +8,13 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
-#include <utility>
 
 #include "gpu/families.h"
-#include "gpu/mma_sync/tiles.h"
-#include "gpu/tile/copy_tile.cuh"
+#include "gpu/mma_sync/products.cuh"
 #include "gpu/tile/epilogue.cuh"
 #include "gpu/tile/score.cuh"
-#include "gpu/tile/softmax.cuh"
 
 namespace flash::mma_sync {
-
-// D += A · B for 16 × 16 × 16 blocks: Turing has half the depth.
-template <KernelKey kKey>
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (kKey.arch >= Arch::sm80) {
-    ptx::mma_m16n8k16<kKey.dtype>(d, a, b0, b1);
-  } else {
-    ptx::mma_m16n8k8(d, a[0], a[1], b0);
-    ptx::mma_m16n8k8(d, a[2], a[3], b1);
-  }
-}
-
-// f(0), ..., f(kCount - 1), each argument a constant.
-template <int kCount, class Function>
-__device__ __forceinline__ void static_for(const Function& f) {
-  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
-    (f(std::integral_constant<int, kIndex>{}), ...);
-  }(std::make_integer_sequence<int, kCount>{});
-}
-
-// Everything about a kernel that is known when it is compiled.
-template <KernelKey kKeyOf, int kTileOf>
-struct Fwd {
-  static constexpr KernelKey kKey = kKeyOf;
-  static constexpr Tile kTile = fwd_tiles(kKeyOf)[kTileOf];
-  static constexpr int kHeadDim = kKey.head_dim;
-  static constexpr int kRows = kTile.rows, kKeys = kTile.keys, kThreads = kTile.threads();
-  static constexpr int kWarpRows = kTile.warp_rows();
-  static constexpr int kM = kWarpRows / 16, kN = kKeys / 8, kO = kHeadDim / 8;  // m16, n8 tiles of S and of O
-  static constexpr int kDepth = kHeadDim / 16;                                  // k16 steps of QKᵀ
-  static constexpr int kBytesQ = kTile.q_bytes(kHeadDim), kBytesKV = kTile.kv_bytes(kHeadDim);
-  using ReaderQ = BlockReader<kRows, kHeadDim>;
-  using ReaderKV = BlockReader<kKeys, kHeadDim>;
-  static constexpr bool kModified = kKey.variant != Variant::plain;
-  static constexpr bool kBiased = kKey.variant == Variant::biased;
-  using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased>;
-  using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads, kBiased>;
-  static constexpr int kPart = kModified ? 32 : 16;  // keys that P is made for at a time; dropout draws for 32
-  static_assert(kKeys % kPart == 0 && kWarpRows % 16 == 0);
-};
-
-// S = Q Kᵀ. Fragments of K are read one 16 × 16 block ahead of the products that use them.
-template <class F>
-__device__ __forceinline__ void score_product(float (&rS)[F::kM][F::kN][4], const typename F::ReaderQ& sQ,
-                                              const uint32_t (&rQ)[F::kTile.q_in_registers ? F::kDepth : 1][F::kM][4],
-                                              const typename F::ReaderKV& sK) {
-  constexpr int kBlocks = F::kKeys / 16;
-#pragma unroll
-  for (int m = 0; m < F::kM; ++m)
-#pragma unroll
-    for (int n = 0; n < F::kN; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) rS[m][n][c] = 0;
-
-  uint32_t fK[2][4], fQ[F::kM][4];
-  sK.load(fK[0], 0, 0);
-  if constexpr (!F::kTile.q_in_registers) {
-#pragma unroll
-    for (int m = 0; m < F::kM; ++m) sQ.load(fQ[m], m, 0);
-  }
-#pragma unroll
-  for (int depth = 0; depth < F::kDepth; ++depth)
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const int step = depth * kBlocks + block, next = step + 1;
-      if (next < F::kDepth * kBlocks) sK.load(fK[next % 2], next % kBlocks, next / kBlocks);
-      const uint32_t (&b)[4] = fK[step % 2];
-#pragma unroll
-      for (int m = 0; m < F::kM; ++m) {
-        if constexpr (F::kTile.q_in_registers) {
-          multiply<F::kKey>(rS[m][2 * block], rQ[depth][m], b[0], b[1]);
-          multiply<F::kKey>(rS[m][2 * block + 1], rQ[depth][m], b[2], b[3]);
-        } else {
-          multiply<F::kKey>(rS[m][2 * block], fQ[m], b[0], b[1]);
-          multiply<F::kKey>(rS[m][2 * block + 1], fQ[m], b[2], b[3]);
-          // Into the same registers, after their last use: a second set does not fit beside S and O.
-          if (block + 1 == kBlocks && depth + 1 < F::kDepth) sQ.load(fQ[m], m, depth + 1);
-        }
-      }
-    }
-}
-
-// P and O += P V, some keys at a time: the exponentials of one part fill the gaps between the products of another.
-// `finish(part)` does to P what a call wants done to it after the sum.
-template <class F, class Finish>
-__device__ __forceinline__ void value_product(float (&rO)[F::kM][F::kO][4], float (&rS)[F::kM][F::kN][4],
-                                              OnlineSoftmax<F::kM>& softmax, ScoreUnit unit,
-                                              const typename F::ReaderKV& sV, const Finish& finish) {
-  constexpr int kBlocks = F::kHeadDim / 16, kDepthOfAll = F::kKeys / 16, kDepth = F::kPart / 16;
-  uint32_t fV[2][4];
-  sV.load_transposed(fV[0], 0, 0);
-  static_for<F::kKeys / F::kPart>([&](auto part) {
-    constexpr int kBegin = part.value * F::kPart / 8;
-    exponentiate<kBegin, kBegin + F::kPart / 8>(softmax, rS, unit);
-    finish(part);
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      // D fragments of two n8 tiles are one A fragment.
-      uint32_t rP[F::kM][4];
-#pragma unroll
-      for (int m = 0; m < F::kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* s = rS[m][kBegin + 2 * d + i / 2];
-          rP[m][i] = ptx::pack<F::kKey.dtype>(s[i % 2 * 2], s[i % 2 * 2 + 1]);
-        }
-      const int depth = part.value * kDepth + d;
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int step = depth * kBlocks + block, next = step + 1;
-        if (next < kDepthOfAll * kBlocks) sV.load_transposed(fV[next % 2], next / kBlocks, next % kBlocks);
-        const uint32_t (&b)[4] = fV[step % 2];
-#pragma unroll
-        for (int m = 0; m < F::kM; ++m) {
-          multiply<F::kKey>(rO[m][2 * block], rP[m], b[0], b[1]);
-          multiply<F::kKey>(rO[m][2 * block + 1], rP[m], b[2], b[3]);
-        }
-      }
-    }
-  });
-}
 
 __device__ __forceinline__ const uint16_t* first_row_of(const Operand& x, const Rows& rows, int64_t head) {
   return static_cast<const uint16_t*>(x.data) + x.offset(rows.batch, head, rows.first());
@@ -177,7 +53,7 @@ template <class F>
 __device__ __forceinline__ Work make_work(const FwdParams& p, const FwdLaunch& launch, const TileIndex& tile,
                                           const Sequence& sequence) {
   Work work{tile, sequence, make_visibility(p.window, sequence.q.length, sequence.k.length)};
-  const uint32_t head_k = static_cast<uint32_t>(tile.head) / launch.group;
+  const uint32_t head_k = launch.group.divide(static_cast<uint32_t>(tile.head));
   work.gQ = first_row_of(p.q, sequence.q, tile.head);
   work.gK = first_row_of(p.k, sequence.k, head_k);
   work.gV = first_row_of(p.v, sequence.k, head_k);
@@ -200,14 +76,24 @@ template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile,
 __global__ void __launch_bounds__(kThreads, kCtas)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ FwdLaunch launch) {
   using F = Fwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
+  using CopyKV = typename F::CopyKV;
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ __align__(16) uint8_t work_bytes[sizeof(Work)];  // bytes, because a Work would want to be constructed
   Work& work = *reinterpret_cast<Work*>(work_bytes);
   const uint32_t sQ = ptx::shared_address(shared);
   const uint32_t sKV = sQ + F::kBytesQ;  // [stage][K, V]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto copy_k = [&](const Work& w, int n, uint32_t target) {
+    const HeadRows gK{w.gK, p.k.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
+    return CopyKV(target, gK, n * F::kKeys, w.seen_begin, w.seen_end);
+  };
+  const auto copy_v = [&](const Work& w, int n, uint32_t target) {
+    const HeadRows gV{w.gV, p.v.row_stride, static_cast<int>(p.dim_v), launch.vectorised_v};
+    return CopyKV(target, gV, n * F::kKeys, w.seen_begin, w.seen_end);
+  };
 
-  // ---- The tile of this CTA ----
+  // ---- The tile of this CTA, and copies of Q, the last K and, if there are two buffers, the last V ----
+  int n;
   {
     const TileIndex tile = launch.order.tile(blockIdx.x);
     const Sequence sequence = flash::sequence(p, tile.batch);
@@ -217,9 +103,19 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       return;
     }
     if (tile.m_block * F::kRows >= sequence.q.length) return;
-    if (threadIdx.x == 0) work = make_work<F>(p, launch, tile, sequence);
+    // Everybody computes it, so that nobody waits for it before the copies; what comes later reads it from `work`.
+    const Work mine = make_work<F>(p, launch, tile, sequence);
+    n = mine.n_end - 1;
+    if (n >= mine.n_begin) {
+      const HeadRows gQ{mine.gQ, p.q.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
+      typename F::CopyQ(sQ, gQ, mine.first_row, 0, mine.rows).copy_all();
+      copy_k(mine, n, sKV).copy_all();
+      if constexpr (F::kTile.stages == 2) copy_v(mine, n, sKV + F::kBytesKV).copy_all();
+    }
+    if (threadIdx.x == 0) work = mine;
   }
-  __syncthreads();  // everybody reads `work` from here on
+  CopyKV::wait();
+  __syncthreads();  // everybody's Q and K are there, and `work`
   const auto place = [&] {
     return FragmentPlace{work.first_row + warp * F::kWarpRows + lane / 4, lane % 4 * 2, work.rows,
                          static_cast<int>(work.sequence.k.length)};
@@ -227,98 +123,87 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
   const ScoreUnit unit =
       F::kModified ? ScoreUnit{1.f, kLog2E<float>} : ScoreUnit{launch.scale, launch.scale * kLog2E<float>};
-  float slope = 0;
-  DropoutStream dropout{};
-  if constexpr (F::kModified) {
-    slope = alibi_slope<float>(p.score, work.tile.batch, work.tile.head);
-    if (p.dropout.given()) dropout = dropout_stream(p.dropout.seed, work.tile.batch, work.tile.head);
-  }
+  const float slope = F::kModified ? alibi_slope<float>(p.score, work.tile.batch, work.tile.head) : 0.f;
+  WarpDropout<F::kM, F::kDropout ? F::kKeys : 0> dropout;
+  const auto begin_dropout = [&] {
+    if constexpr (F::kDropout) {
+      const DropoutStream stream = dropout_stream(p.dropout.seed, work.sequence.index, work.tile.head);
+      dropout.begin(stream, place().row, place().column);
+    }
+  };
+  if constexpr (F::kDropout && !F::kModified) begin_dropout();
 
-  // ---- Prologue: Q and the last K as one group of copies, the last V as another ----
-  // Blocks before the first one are loaded too, as nothing: no row of them is seen.
-  const auto load_k = [&](int n, int stage) {
-    const HeadRows gK{work.gK, p.k.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
-    F::CopyKV::load(sKV + stage * 2 * F::kBytesKV, gK, n * F::kKeys, work.seen_begin, work.seen_end);
-    F::CopyKV::commit();
-  };
-  const auto load_v = [&](int n, int stage) {
-    const HeadRows gV{work.gV, p.v.row_stride, static_cast<int>(p.dim_v), launch.vectorised_v};
-    F::CopyKV::load(sKV + (stage * 2 + 1) * F::kBytesKV, gV, n * F::kKeys, work.seen_begin, work.seen_end);
-    F::CopyKV::commit();
-  };
-  OnlineSoftmax<F::kM> softmax;
+  OnlineSoftmax<F::kM> softmax(unit);
   float rO[F::kM][F::kO][4] = {};
   uint32_t rQ[F::kTile.q_in_registers ? F::kDepth : 1][F::kM][4];
   const auto reader_q = F::ReaderQ::rows_first(sQ + warp * F::kWarpRows * Panels<F::kHeadDim>::kRowBytes, lane);
-  const int n_begin = work.n_begin, full_begin = work.full_begin, full_end = work.full_end;
-  int n = work.n_end - 1;
-  if (n >= n_begin) {
-    const HeadRows gQ{work.gQ, p.q.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
-    F::CopyQ::load(sQ, gQ, work.first_row, 0, work.rows);
-    load_k(n, 0);
-    load_v(n, 0);
-    F::CopyKV::template wait<1>();
-    __syncthreads();  // everybody's Q and K are there
-    if constexpr (F::kTile.q_in_registers) {
+  if constexpr (F::kTile.q_in_registers) {
 #pragma unroll
-      for (int depth = 0; depth < F::kDepth; ++depth)
+    for (int depth = 0; depth < F::kDepth; ++depth)
 #pragma unroll
-        for (int m = 0; m < F::kM; ++m) reader_q.load(rQ[depth][m], m, depth);
-    }
+      for (int m = 0; m < F::kM; ++m) reader_q.load(rQ[depth][m], m, depth);
   }
 
   // ---- Key blocks, from the diagonal back ----
-  int stage = 0;
+  // With two buffers for K and V the next block of both is copied beside S; with one, V is beside S and the next K
+  // beside P V. The block before the first one is copied too, as nothing: no row of it is seen.
+  uint32_t stage = 0;
 #pragma unroll 1
-  for (; n >= n_begin; --n) {
-    const uint32_t sK = ptx::opaque(sKV) + stage * 2 * F::kBytesKV, sV = sK + F::kBytesKV;
+  for (; n >= work.n_begin; --n) {
+    const uint32_t sK = ptx::opaque(sKV) + stage, sV = sK + F::kBytesKV;
+    const int first_key = n * F::kKeys;
+    constexpr bool kTwoStages = F::kTile.stages == 2;
+    if constexpr (kTwoStages) stage ^= 2 * F::kBytesKV;
 
     // S = Q Kᵀ, then the logits
+    CopyKV copy = kTwoStages ? copy_k(work, n - 1, ptx::opaque(sKV) + stage) : copy_v(work, n, sV);
     float rS[F::kM][F::kN][4];
-    score_product<F>(rS, {ptx::opaque(reader_q.address)}, rQ, F::ReaderKV::columns_first(sK, lane));
-    const int first_key = n * F::kKeys;
-    if constexpr (F::kModified)
+    score_product<F>(rS, {ptx::opaque(reader_q.address)}, rQ, F::ReaderKV::columns_first(sK, lane), [&](int step) {
+      if constexpr (kTwoStages) {
+        constexpr int kHalf = F::kScoreSteps / 2;
+        if (step == kHalf) copy = copy_v(work, n - 1, ptx::opaque(sKV) + stage + F::kBytesKV);
+        step < kHalf ? copy_among<0, kHalf>(step, copy) : copy_among<kHalf, kHalf>(step, copy);
+      } else {
+        copy_among<0, F::kScoreSteps>(step, copy);
+      }
+      if constexpr (F::kDropout && !F::kModified) dropout.template draw_among<F::kScoreSteps>(step, first_key);
+    });
+    if constexpr (F::kModified) {
       scale_and_modify(rS, place(), launch.scale, static_cast<float>(p.score.softcap), slope, work.visibility.diagonal,
                        first_key);
+      if (p.dropout.given()) {
+        begin_dropout();  // for each block anew: no registers are left to keep it in
+        dropout.draw(first_key);
+      }
+    }
     if constexpr (F::kBiased)
       add_bias_and_mask<F::kKey.dtype>(rS, place(), p, work.sequence, work.tile.head, first_key);
-    if (n < full_begin || n >= full_end)
+    if (n < work.full_begin || n >= work.full_end)
       hide_unseen(rS, place(), DiagonalInterval(work.visibility, place().row), first_key);
     update_reference(softmax, rS, rO, unit);
 
     // P = exp(S - m), O += P V
-    F::CopyKV::template wait<0>();
-    __syncthreads();  // everybody's V is there, and nobody reads this K, or the block before, any more
-    stage = F::kTile.stages == 2 ? stage ^ 1 : 0;
-    load_k(n - 1, stage);
-    if constexpr (F::kTile.stages == 2) load_v(n - 1, stage);
-    value_product<F>(rO, rS, softmax, unit, F::ReaderKV::rows_first(sV, lane), [&](auto part) {
-      if constexpr (F::kModified) {
-        if (p.dropout.given()) drop<part.value * F::kPart / 8>(rS, place(), dropout, p.dropout.threshold, first_key);
-      }
-    });
-    F::CopyKV::template wait<F::kTile.stages - 1>();
-    __syncthreads();  // everybody's next K is there, and nobody reads this V any more
-    if constexpr (F::kTile.stages == 1) load_v(n - 1, 0);
+    if constexpr (!kTwoStages) {
+      CopyKV::wait();
+      __syncthreads();  // everybody's V is there, and nobody reads this K any more
+      copy = copy_k(work, n - 1, sK);
+    }
+    value_product<F>(
+        rO, rS, softmax, unit, F::ReaderKV::rows_first(sV, lane),
+        [&](uint32_t (&rP)[4], int m, int depth) {
+          if constexpr (F::kDropout) dropout.drop(rP, m, depth, launch.threshold);
+        },
+        [&](int step) {
+          if constexpr (!kTwoStages) copy_among<0, F::kValueSteps>(step, copy);
+        });
+    CopyKV::wait();
+    __syncthreads();  // everybody's next K is there (and V, of two), and nobody reads this V (this block) any more
   }
-  F::CopyKV::template wait<0>();
 
   // ---- Epilogue: the sink joins the sum, O is normalised, the statistics are written ----
   const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.tile.head];
-  const float keep_scale = static_cast<float>(p.dropout.keep_scale);
-#pragma unroll
-  for (int m = 0; m < F::kM; ++m)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const FinishedRow row = finish_row(softmax, m, half, row_sum_of(softmax.row_sum[m][half]), sink, unit);
-#pragma unroll
-      for (int n = 0; n < F::kO; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) rO[m][n][2 * half + c] *= row.normalise * keep_scale;
-      const int position = place().row + 16 * m + 8 * half;
-      if (lane % 4 == 0 && position < work.rows)
-        store_statistics(p, work.sequence, work.tile.head, position, row.statistics);
-    }
+  finish_rows(softmax, rO, p, work.sequence, work.tile.head, place(), sink, F::kDropout ? launch.keep_scale : 1.f, unit,
+              lane);
   stage_output<F::kKey.dtype, F::kRows, F::kHeadDim, F::kM>(sQ, rO, warp * F::kWarpRows, lane);
   __syncwarp();  // a warp's rows of Q are read by nobody else
   const Rows& rows = work.sequence.q;

@@ -42,14 +42,16 @@ constexpr Tiles fwd_tiles(KernelKey key) {
     return {{{32, 32, 2, 1, false, 1}}};
   }
   if (key.head_dim <= 64) {
-    if (key.variant == Variant::plain) return {{{128, 64, 4, 2, true, 2}}};
-    return {{{128, 64, 4, 1, true, 2}}};
+    if (key.variant <= Variant::dropout) return {{{128, 64, 4, 2, true, 2}}};
+    return {{{128, 32, 4, 2, true, 2}}};
   }
   if (key.head_dim <= 128) {
     if (key.variant == Variant::biased) return {{{128, 64, 8, 1, true, 1}, {128, 32, 8, 1, true, 1}}};
-    if (key.variant == Variant::modified) return {{{128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
-    return {{{128, 48, 4, 2, false, 2}, {128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
+    if (key.variant == Variant::modified) return {{{128, 32, 4, 1, false, 2}}};
+    if (key.variant == Variant::dropout) return {{{128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
+    return {{{128, 64, 4, 2, false, 2}, {128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
   }
+  if (key.variant >= Variant::dropout) return {{{128, 64, 8, 1, false, 1}, {128, 32, 8, 1, false, 1}}};
   return {{{128, 96, 8, 1, false, 1, 1536}, {128, 64, 8, 1, false, 1}, {128, 32, 8, 1, false, 1}}};
 }
 

@@ -20,6 +20,15 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   return x;
 }
 
+// Four bytes, each all ones or all zeros: the sign of the byte of (a, b) that kSelector's digit names, with its bit 3
+// set; b has bytes 4 to 7.
+template <uint32_t kSelector>
+__device__ __forceinline__ uint32_t permute_signs(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "n"(kSelector));
+  return y;
+}
+
 // (low, high), each rounded to nearest even.
 template <DataType kType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

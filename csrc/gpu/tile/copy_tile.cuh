@@ -12,47 +12,76 @@ struct HeadRows {
   const uint16_t* data;  // 16-bit elements of either type
   int64_t row_stride;
   int dim;
-  bool vectorised;  // rows start at multiples of 16 bytes
+  bool vectorised;  // rows start at multiples of 16 bytes, and are whole numbers of them
 };
 
-// What one thread copies of each tile of kRows rows: chunk tid % kChunks of the rows tid / kChunks + i · kStep, in all
-// panels. Neighbours read whole lines of 128 bytes (64 where panels are narrow).
+// What one thread copies of a tile of kRows rows: chunk tid % kChunks of the rows tid / kChunks + i · kStep, in all
+// panels. Neighbours read whole lines of 128 bytes (64 where panels are narrow). Slices are copied one by one, so that a
+// caller can put products between them.
 // kAnyAlignment: rows may start anywhere; else all are vectorised, and there is no branch: with one, the copies cannot
 // move in among the products, which cost 8 %.
 template <Arch kArch, int kRows, int kHeadDim, int kThreads, bool kAnyAlignment>
 struct TileCopy {
   using Layout = Panels<kHeadDim>;
+  // Whether copies are free of branches, and wait for nothing.
+  static constexpr bool kCanBeSpread = kArch >= Arch::sm80 && !kAnyAlignment;
   static constexpr int kStep = kThreads / Layout::kChunks;
+  static constexpr int kSlices = (kRows + kStep - 1) / kStep;
   static_assert(kThreads % Layout::kChunks == 0 && kStep % 8 == 0, "swizzles are the same in all of a thread's rows");
 
+  const uint16_t* from;         // of this thread's next row
+  uint32_t target;              // in shared memory, of its first row
+  int64_t step;                 // elements between two rows of this thread
+  uint32_t place, places;       // of the next row among the wanted ones; their number
+  int columns[Layout::kCount];  // that there are in this thread's chunk of each panel
+  bool vectorised;
+
   // tile = rows [first, first + kRows) of the head, those in [begin, end).
-  static __device__ __forceinline__ void load(uint32_t tile, const HeadRows& head, int first, int begin, int end) {
+  __device__ __forceinline__ TileCopy(uint32_t tile, const HeadRows& head, int first, int begin, int end) {
     const int chunk = threadIdx.x % Layout::kChunks, row0 = threadIdx.x / Layout::kChunks;
-    const uint16_t* from = head.data + (first + row0) * head.row_stride + chunk * 8;
-    const uint32_t target = tile + Layout::offset(row0, chunk);
-    const int columns = head.dim - chunk * 8;
-    const auto place = static_cast<uint32_t>(first + row0 - begin), places = static_cast<uint32_t>(end - begin);
+    from = head.data + (first + row0) * head.row_stride + chunk * 8;
+    target = tile + Layout::offset(row0, chunk);
+    step = kStep * head.row_stride;
+    place = static_cast<uint32_t>(first + row0 - begin), places = static_cast<uint32_t>(end - begin);
 #pragma unroll
-    for (int row = 0; row < kRows; row += kStep, from += kStep * head.row_stride) {
-      if (kRows % kStep != 0 && row0 + row >= kRows) break;
-      const bool inside = place + row < places;
-#pragma unroll
-      for (int panel = 0; panel < Layout::kCount; ++panel)
-        copy_chunk(target + (panel * kRows + row) * Layout::kRowBytes, from + panel * Layout::kColumns,
-                   inside ? columns - panel * Layout::kColumns : 0, head.vectorised);
-    }
+    for (int panel = 0; panel < Layout::kCount; ++panel)
+      columns[panel] = max(0, min(8, head.dim - chunk * 8 - panel * Layout::kColumns));
+    vectorised = head.vectorised;
   }
 
-  // shared = `columns` elements, at most 8, then zeros.
-  static __device__ __forceinline__ void copy_chunk(uint32_t shared, const uint16_t* source, int columns,
-                                                    bool vectorised) {
-    columns = columns < 0 ? 0 : columns > 8 ? 8 : columns;
-    const bool whole_chunks = !kAnyAlignment || vectorised;
-    if (whole_chunks) {
+  // The next of kSlices parts of the tile: every kStep-th row.
+  __device__ __forceinline__ void copy(int slice) {
+    const int row = slice * kStep;
+    if (kRows % kStep != 0 && row + threadIdx.x / Layout::kChunks >= kRows) return;
+    const bool inside = place < places;
+#pragma unroll
+    for (int panel = 0; panel < Layout::kCount; ++panel)
+      copy_chunk(target + (panel * kRows + row) * Layout::kRowBytes, from + panel * Layout::kColumns,
+                 inside ? columns[panel] : 0);
+    place += kStep;
+    from += step;
+  }
+
+  __device__ __forceinline__ void copy_all() {
+    // Where copies go through registers, there are none for all of them at once.
+#pragma unroll(kCanBeSpread ? kSlices : 1)
+    for (int slice = 0; slice < kSlices; ++slice) copy(slice);
+    converge();
+  }
+
+  // Lanes may have taken different branches, and the compiler need not join them before the next ldmatrix or mma, which
+  // want the whole warp.
+  static __device__ __forceinline__ void converge() {
+    if constexpr (!kCanBeSpread) __syncwarp();
+  }
+
+  // shared = `columns` elements, then zeros.
+  __device__ __forceinline__ void copy_chunk(uint32_t shared, const uint16_t* source, int columns) const {
+    if (!kAnyAlignment || vectorised) {
       if constexpr (kArch >= Arch::sm80)
-        ptx::cp_async_16(shared, source, 2 * columns);
+        ptx::cp_async_16(shared, source, columns > 0);
       else
-        ptx::store_shared_16(shared, load_chunk(source, columns));
+        ptx::store_shared_16(shared, columns > 0 ? *reinterpret_cast<const uint4*>(source) : uint4{});
     } else {
 #pragma unroll 1
       for (int pair = 0; pair < 4; ++pair) {
@@ -63,22 +92,9 @@ struct TileCopy {
     }
   }
 
-  // `columns` elements, then zeros.
-  static __device__ __forceinline__ uint4 load_chunk(const uint16_t* source, int columns) {
-    if (columns == 8) return *reinterpret_cast<const uint4*>(source);
-    uint32_t pairs[4] = {};
-#pragma unroll
-    for (int d = 0; d < 7; ++d)
-      if (d < columns) pairs[d / 2] |= static_cast<uint32_t>(source[d]) << (16 * (d % 2));
-    return {pairs[0], pairs[1], pairs[2], pairs[3]};
-  }
-
-  static __device__ __forceinline__ void commit() {
-    if constexpr (kArch >= Arch::sm80) ptx::cp_async_commit();
-  }
-  template <int kPending>
+  // Until this thread's copies are there.
   static __device__ __forceinline__ void wait() {
-    if constexpr (kArch >= Arch::sm80) ptx::cp_async_wait<kPending>();
+    if constexpr (kArch >= Arch::sm80) ptx::cp_async_wait_all();
   }
 };
 

@@ -4,9 +4,51 @@
 
 #include "common/sequence.h"
 #include "gpu/tile/copy_tile.cuh"
+#include "gpu/tile/score.cuh"
 #include "gpu/tile/softmax.cuh"
 
 namespace flash {
+
+// The two statistics and the LSE of a row.
+__device__ __forceinline__ void store_statistics(const FwdParams& p, const Sequence& sequence, int64_t head, int row,
+                                                 RowStatistics<float> statistics) {
+  const int64_t batch = sequence.q.batch, tensor_row = sequence.q.first() + row;
+  static_cast<float*>(p.reference.data)[p.reference.offset(batch, head, tensor_row)] = statistics.reference;
+  static_cast<float*>(p.log2_sum.data)[p.log2_sum.offset(batch, head, tensor_row)] = statistics.log2_sum;
+  static_cast<float*>(p.lse.data)[p.lse.offset(batch, head, tensor_row)] = log_sum_exp(statistics);
+}
+
+// Normalises O and writes the statistics. Of the four threads that share 2 · kM rows each finishes one, and tells the
+// others by which factor.
+template <int kM, int kO>
+__device__ __forceinline__ void finish_rows(const OnlineSoftmax<kM>& softmax, float (&rO)[kM][kO][4],
+                                            const FwdParams& p, const Sequence& sequence, int64_t head,
+                                            const FragmentPlace& place, float sink, float keep_scale, ScoreUnit unit,
+                                            int lane) {
+  const int mine = lane % 4;
+  float reference = -INFINITY, row_sum = 0;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = row_sum_of(softmax.row_sum[m][half]);
+      if (mine == 2 * m + half) reference = softmax.reference[m][half], row_sum = sum;
+    }
+  const FinishedRow row = finish_row(reference, row_sum, sink, unit);
+  const int position = place.row + 8 * mine;
+  if (mine < 2 * kM && position < place.rows) store_statistics(p, sequence, head, position, row.statistics);
+  const float factor = row.normalise * keep_scale;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float f = __shfl_sync(~0u, factor, (lane & ~3) + 2 * m + half);
+#pragma unroll
+      for (int n = 0; n < kO; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) rO[m][n][2 * half + c] *= f;
+    }
+}
 
 // A warp's O (16 · kM rows from `first_row` of the tile) goes to `tile`, in the layout of Panels.
 template <DataType kType, int kRows, int kHeadDim, int kM>
@@ -51,15 +93,6 @@ __device__ __forceinline__ void store_rows(uint32_t tile, uint16_t* out, const H
         if (d < columns) target[d] = static_cast<uint16_t>(pairs[d / 2] >> (16 * (d % 2)));
     }
   }
-}
-
-// The two statistics and the LSE of a row.
-__device__ __forceinline__ void store_statistics(const FwdParams& p, const Sequence& sequence, int64_t head, int row,
-                                                 RowStatistics<float> statistics) {
-  const int64_t batch = sequence.q.batch, tensor_row = sequence.q.first() + row;
-  static_cast<float*>(p.reference.data)[p.reference.offset(batch, head, tensor_row)] = statistics.reference;
-  static_cast<float*>(p.log2_sum.data)[p.log2_sum.offset(batch, head, tensor_row)] = statistics.log2_sum;
-  static_cast<float*>(p.lse.data)[p.lse.offset(batch, head, tensor_row)] = log_sum_exp(statistics);
 }
 
 }  // namespace flash

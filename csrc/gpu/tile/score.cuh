@@ -1,8 +1,7 @@
-// From QKᵀ to the logits, for the D fragments of a warp (softmax.cuh says who owns what): softcap, ALiBi, bias, masks,
-// and dropout of P. Which of them a call has is the same for a whole launch, so each is a branch that all take alike.
+// From QKᵀ to the logits, for the D fragments of a warp (softmax.cuh says who owns what): softcap, ALiBi, bias and
+// masks. Which of them a call has is the same for a whole launch, so each is a branch that all take alike.
 #pragma once
 
-#include "common/dropout.h"
 #include "common/score.h"
 #include "common/sequence.h"
 #include "common/visibility.h"
@@ -41,13 +40,12 @@ __device__ __forceinline__ void hide_unseen(float (&rS)[kM][kN][4], const Fragme
       const int below = 16 * m + 8 * half;
       const int begin = max(0, diagonal.begin + below) - first_column;
       const int end = min(place.keys, diagonal.end + below) - first_column;
+      const auto seen = static_cast<uint32_t>(max(0, end - begin));
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int column = 8 * n + c;
-          if (column < begin || column >= end) rS[m][n][2 * half + c] = -INFINITY;
-        }
+        for (int c = 0; c < 2; ++c)
+          if (static_cast<uint32_t>(8 * n + c - begin) >= seen) rS[m][n][2 * half + c] = -INFINITY;
     }
 }
 
@@ -123,28 +121,6 @@ __device__ __forceinline__ void add_bias_and_mask(float (&rS)[kM][kN][4], const 
           }
       }
     }
-}
-
-// P = 0 where dropout drops, in the four n8 tiles from kBegin on: one Philox call for the eight elements {r, r + 8} ×
-// {k, k + 8, k + 16, k + 24} of a thread.
-template <int kBegin, int kM, int kN>
-__device__ __forceinline__ void drop(float (&rS)[kM][kN][4], const FragmentPlace& place, const DropoutStream& stream,
-                                     uint32_t threshold, int first_key) {
-  static_assert(8 * kBegin % kDropoutKeys == 0, "tiles begin where groups of keys do");
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-    const auto query_group = static_cast<uint32_t>(dropout_query_group(place.row + 16 * m));
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const auto key_group = static_cast<uint32_t>(dropout_key_group(first_key + 8 * kBegin + place.column + c));
-      const DropoutDraws draws = stream.draws(query_group, key_group);
-#pragma unroll
-      for (int slot = 0; slot < 4; ++slot)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          if (draws.draw(half, slot) < threshold) rS[m][kBegin + slot][2 * half + c] = 0;
-    }
-  }
 }
 
 }  // namespace flash

@@ -28,9 +28,9 @@ template <int kM>
 struct OnlineSoftmax {
   float reference[kM][2];  // m, in units of S; -inf while nothing was seen
   float row_sum[kM][2];    // this thread's columns only
-  bool any_huge = false;   // of this warp
+  float headroom;  // how far S may exceed m; -inf: some m of this warp is huge, so that each block goes the slow way
 
-  __device__ __forceinline__ OnlineSoftmax() {
+  explicit __device__ __forceinline__ OnlineSoftmax(ScoreUnit unit) : headroom(kHeadroom / unit.to_log2) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ float row_sum_of(float x) {
 template <int kM, int kO>
 __device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, const float (&thread_max)[kM][2],
                                                 float (&rO)[kM][kO][4], ScoreUnit unit) {
-  softmax.any_huge = false;
+  bool any_huge = false;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, cons
         const float folded = old_folded - softmax.folded(m, half, unit.to_log2);
         factor = first ? 0.f : ptx::exp2_approximate(offset * unit.to_log2 + folded);
       }
-      softmax.any_huge |= softmax.is_huge(reference, unit.to_log2);
+      any_huge |= softmax.is_huge(reference, unit.to_log2);
       softmax.row_sum[m][half] *= factor;
 #pragma unroll
       for (int n = 0; n < kO; ++n) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, cons
         rO[m][n][2 * half + 1] *= factor;
       }
     }
-  softmax.any_huge = __any_sync(~0u, softmax.any_huge);
+  softmax.headroom = __any_sync(~0u, any_huge) ? -INFINITY : kHeadroom / unit.to_log2;
 }
 
 // Makes the reference near enough for all of S, and S ready for `exponentiate`.
@@ -111,11 +111,11 @@ __device__ __forceinline__ void update_reference(OnlineSoftmax<kM>& softmax, flo
 #pragma unroll
       for (int n = 1; n < kN; ++n) largest = fmaxf(largest, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
       thread_max[m][half] = largest;
-      exceeds |= largest > softmax.reference[m][half] + kHeadroom / unit.to_log2;
+      exceeds |= largest > softmax.reference[m][half] + softmax.headroom;
     }
-  if (__any_sync(~0u, exceeds)) raise_reference(softmax, thread_max, rO, unit);
-
-  if (softmax.any_huge) {
+  if (!__any_sync(~0u, exceeds)) return;
+  raise_reference(softmax, thread_max, rO, unit);
+  if (softmax.headroom == -INFINITY) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -141,13 +141,18 @@ __device__ __forceinline__ void exponentiate(OnlineSoftmax<kM>& softmax, float (
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
-    for (int n = kBegin; n < kEnd; ++n)
+    for (int half = 0; half < 2; ++half) {
+      float sum[kEnd - kBegin];  // pairs first: one long chain of sums would keep every P waiting in its register
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float p = ptx::exp2_approximate(fmaf(rS[m][n][c], unit.to_log2, -folded[m][c / 2]));
-        softmax.row_sum[m][c / 2] += p;
-        rS[m][n][c] = p;
+      for (int n = kBegin; n < kEnd; ++n) {
+#pragma unroll
+        for (int c = 2 * half; c < 2 * half + 2; ++c)
+          rS[m][n][c] = ptx::exp2_approximate(fmaf(rS[m][n][c], unit.to_log2, -folded[m][half]));
+        sum[n - kBegin] = rS[m][n][2 * half] + rS[m][n][2 * half + 1];
       }
+#pragma unroll
+      for (int n = 0; n < kEnd - kBegin; n += 2) softmax.row_sum[m][half] += sum[n] + sum[n + 1];
+    }
 }
 
 // What a finished row needs: its statistics, and the factor that normalises its O.
@@ -156,19 +161,16 @@ struct FinishedRow {
   float normalise;
 };
 
-// `sink` is a logit that joins the denominator; -inf: none. `row_sum` is the whole row's.
-template <int kM>
-__device__ __forceinline__ FinishedRow finish_row(const OnlineSoftmax<kM>& softmax, int m, int half, float row_sum,
-                                                  float sink, ScoreUnit unit) {
-  const float reference = softmax.reference[m][half];
+// `sink` is a logit that joins the denominator; -inf: none. `reference` is in units of S; `row_sum` is the whole row's.
+__device__ __forceinline__ FinishedRow finish_row(float reference, float row_sum, float sink, ScoreUnit unit) {
   const bool empty = reference == -INFINITY;
   const float natural = empty ? -INFINITY : reference * unit.to_natural;
   // The sum is relative to what was folded, or to m itself; the statistics promise the stored R. The products differ in
   // their last bits, which is much at large logits: the differences are exact.
   float correction = 0;
   if (!empty) {
-    if (!softmax.is_huge(reference, unit.to_log2))
-      correction = -fmaf(reference, unit.to_log2, -softmax.folded(m, half, unit.to_log2));
+    const float product = reference * unit.to_log2;
+    if (fabsf(product) < kLargestFolded) correction = -fmaf(reference, unit.to_log2, -product);
     correction += fmaf(reference, unit.to_natural, -natural) * kLog2E<float>;
   }
   const float sum = row_sum * exp2f(correction);

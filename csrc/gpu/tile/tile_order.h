@@ -11,21 +11,49 @@ struct TileIndex {
   int m_block;
 };
 
+// Divides numbers below 2^31 by one that the host knows, without a division (Granlund, Montgomery, "Division by
+// invariant integers using multiplication", 1994). A CTA has several to do before it can load anything.
+struct Divisor {
+  uint32_t value = 1, multiplier = 0x80000000u, shift = 31;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t divisor) : value(divisor == 0 ? 1 : divisor) {
+    for (uint32_t rest = value - 1; rest > 0; rest /= 2) ++shift;  // 31 + ⌈log2 value⌉
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << shift) + value - 1) / value);
+  }
+
+  FLASH_HOST_DEVICE uint32_t divide(uint32_t x) const {
+    return static_cast<uint32_t>((static_cast<uint64_t>(x) * multiplier) >> shift);
+  }
+};
+
 // Tiles run over (group of heads, row block descending, head of the group). Neighbours share keys in the L2 cache.
 // Under a causal mask the last row blocks have most work, so they come first; a group bounds how many heads' keys the
 // cache must hold meanwhile.
 struct TileOrder {
   uint32_t m_blocks = 1;   // of a head
-  uint32_t heads = 1;      // of a sequence
   uint32_t all_heads = 1;  // of all sequences
-  uint32_t group = 1;
+  Divisor heads;           // of a sequence
+  Divisor group;
+  Divisor group_tiles;
+  Divisor last_group;  // heads of the last one, where it is smaller
+
+  TileOrder() = default;
+  TileOrder(uint32_t blocks_of_head, uint32_t heads_of_sequence, uint32_t heads_of_all, uint32_t heads_of_group)
+      : m_blocks(blocks_of_head),
+        all_heads(heads_of_all),
+        heads(heads_of_sequence),
+        group(heads_of_group),
+        group_tiles(heads_of_group * blocks_of_head),
+        last_group(heads_of_all % heads_of_group) {}
 
   FLASH_HOST_DEVICE TileIndex tile(uint32_t index) const {
-    const uint32_t group_tiles = group * m_blocks;
-    const uint32_t first_head = index / group_tiles * group, rest = index % group_tiles;
-    const uint32_t size = group < all_heads - first_head ? group : all_heads - first_head;
-    const uint32_t head = first_head + rest % size;
-    return {head / heads, head % heads, static_cast<int>(m_blocks - 1 - rest / size)};
+    const uint32_t of_group = group_tiles.divide(index), rest = index - of_group * group_tiles.value;
+    const uint32_t first_head = of_group * group.value;
+    const Divisor& size = first_head + group.value <= all_heads ? group : last_group;
+    const uint32_t above = size.divide(rest), head = first_head + rest - above * size.value;
+    const uint32_t batch = heads.divide(head);
+    return {batch, head - batch * heads.value, static_cast<int>(m_blocks - 1 - above)};
   }
 };
 
