@@ -42,11 +42,11 @@ struct Work {
   TileIndex tile;
   Sequence sequence;
   Visibility visibility;
-  const uint16_t *gQ, *gK, *gV;  // first rows
-  int first_row, rows;           // of the tile; of the sequence
-  int n_begin, n_end;            // key blocks that are visited
-  int full_begin, full_end;      // those without an element mask
-  int seen_begin, seen_end;      // keys that some row of the tile sees: the only ones that are read
+  const uint16_t *gK, *gV;   // first rows
+  int first_row, rows;       // of the tile; of the sequence
+  int n_begin, n_end;        // key blocks that are visited
+  int full_begin, full_end;  // those without an element mask
+  int seen_begin, seen_end;  // keys that some row of the tile sees: the only ones that are read
 };
 
 template <class F>
@@ -54,7 +54,6 @@ __device__ __forceinline__ Work make_work(const FwdParams& p, const FwdLaunch& l
                                           const Sequence& sequence) {
   Work work{tile, sequence, make_visibility(p.window, sequence.q.length, sequence.k.length)};
   const uint32_t head_k = launch.group.divide(static_cast<uint32_t>(tile.head));
-  work.gQ = first_row_of(p.q, sequence.q, tile.head);
   work.gK = first_row_of(p.k, sequence.k, head_k);
   work.gV = first_row_of(p.v, sequence.k, head_k);
   work.first_row = tile.m_block * F::kRows;
@@ -71,6 +70,60 @@ __device__ __forceinline__ Work make_work(const FwdParams& p, const FwdLaunch& l
   return work;
 }
 
+template <class F>
+using Pair = WarpPair<F::kM, F::kValueDepth>;
+
+// From this thread's largest scores to those of whole rows.
+template <class F>
+__device__ __forceinline__ void find_row_maxima(float (&maxima)[F::kM][2], const Pair<F>& pair) {
+#pragma unroll
+  for (int i = 0; i < 2 * F::kM; ++i) {
+    float& largest = maxima[i / 2][i % 2];
+    largest = row_max_of(largest);
+    if constexpr (F::kSplit == 2) pair.give_number(largest, pair.lane / 4 + 8 * i);
+  }
+  if constexpr (F::kSplit == 2) {
+    pair.sync();
+#pragma unroll
+    for (int i = 0; i < 2 * F::kM; ++i) {
+      float& largest = maxima[i / 2][i % 2];
+      largest = fmaxf(largest, pair.take_number(pair.lane / 4 + 8 * i));
+    }
+  }
+}
+
+// The sink joins the sum, O is normalised and goes to `staged`, Q's place, and from there to the tensor; the statistics
+// are written.
+template <class F>
+__device__ __forceinline__ void finish_tile(const FwdParams& p, const FwdLaunch& launch, const Work& work,
+                                            const OnlineSoftmax<F::kM>& softmax, float (&rO)[F::kM][F::kO][4],
+                                            ScoreUnit unit, uint32_t staged, const Pair<F>& pair) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = warp / F::kSplit * F::kWarpRows, half = warp % F::kSplit;
+  OwnRow own = own_row(softmax, lane);
+  const int row = lane / 4 + lane % 4 * 8;
+  if constexpr (F::kSplit == 2) {
+    pair.give_number(own.row_sum, row);
+    pair.sync();
+    own.row_sum += pair.take_number(row);
+  }
+  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.tile.head];
+  const FinishedRow finished = finish_row(own.reference, own.row_sum, sink, unit);
+  const int position = work.first_row + first_row + row;
+  if (half == 0 && lane % 4 < 2 * F::kM && position < work.rows)
+    store_statistics(p, work.sequence, work.tile.head, position, finished.statistics);
+  scale_rows(rO, finished.normalise * (F::kDropout ? launch.keep_scale : 1.f), lane);
+
+  staged += half * F::kColumns * F::kRows * 2;
+  stage_output<F::kKey.dtype, F::kRows, F::kHeadDim>(staged, rO, first_row, lane);
+  __syncwarp();  // nobody reads Q any more, and nobody else this part of O
+  const Rows& rows = work.sequence.q;
+  const int64_t offset = p.out.offset(rows.batch, work.tile.head, rows.first()) + half * F::kColumns;
+  const HeadRows out{nullptr, p.out.row_stride, static_cast<int>(p.dim_v) - half * F::kColumns, launch.vectorised_out};
+  store_rows<F::kRows, F::kHeadDim, F::kWarpRows, F::kColumns>(staged, static_cast<uint16_t*>(p.out.data) + offset, out,
+                                                               work.first_row, work.rows, first_row, lane);
+}
+
 // (The key comes in parts: nvcc 13 writes stubs that do not compile for kernels with class-type arguments.)
 template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, int kThreads, int kCtas>
 __global__ void __launch_bounds__(kThreads, kCtas)
@@ -83,6 +136,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t sQ = ptx::shared_address(shared);
   const uint32_t sKV = sQ + F::kBytesQ;  // [stage][K, V]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_row = warp / F::kSplit * F::kWarpRows;
+  const int half = warp % F::kSplit;  // of the keys and of the columns that its pair has
+  const Pair<F> pair(sKV + F::kTile.stages * 2 * F::kBytesKV, F::kTile.warps, warp, lane);
   const auto copy_k = [&](const Work& w, int n, uint32_t target) {
     const HeadRows gK{w.gK, p.k.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
     return CopyKV(target, gK, n * F::kKeys, w.seen_begin, w.seen_end);
@@ -103,12 +159,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       return;
     }
     if (tile.m_block * F::kRows >= sequence.q.length) return;
+    // Q first: what there is to compute for K and V can be computed while it comes.
+    const HeadRows gQ{first_row_of(p.q, sequence.q, tile.head), p.q.row_stride, static_cast<int>(p.dim),
+                      launch.vectorised_qk};
+    typename F::CopyQ(sQ, gQ, tile.m_block * F::kRows, 0, static_cast<int>(sequence.q.length)).copy_all();
     // Everybody computes it, so that nobody waits for it before the copies; what comes later reads it from `work`.
     const Work mine = make_work<F>(p, launch, tile, sequence);
     n = mine.n_end - 1;
     if (n >= mine.n_begin) {
-      const HeadRows gQ{mine.gQ, p.q.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
-      typename F::CopyQ(sQ, gQ, mine.first_row, 0, mine.rows).copy_all();
       copy_k(mine, n, sKV).copy_all();
       if constexpr (F::kTile.stages == 2) copy_v(mine, n, sKV + F::kBytesKV).copy_all();
     }
@@ -117,26 +175,29 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   CopyKV::wait();
   __syncthreads();  // everybody's Q and K are there, and `work`
   const auto place = [&] {
-    return FragmentPlace{work.first_row + warp * F::kWarpRows + lane / 4, lane % 4 * 2, work.rows,
+    return FragmentPlace{work.first_row + first_row + lane / 4, lane % 4 * 2, work.rows,
                          static_cast<int>(work.sequence.k.length)};
   };
 
   const ScoreUnit unit =
       F::kModified ? ScoreUnit{1.f, kLog2E<float>} : ScoreUnit{launch.scale, launch.scale * kLog2E<float>};
   const float slope = F::kModified ? alibi_slope<float>(p.score, work.tile.batch, work.tile.head) : 0.f;
-  WarpDropout<F::kM, F::kDropout ? F::kKeys : 0> dropout;
+  WarpDropout<F::kM, F::kDropout ? F::kWarpKeys : 0> dropout;
   const auto begin_dropout = [&] {
     if constexpr (F::kDropout) {
-      const DropoutStream stream = dropout_stream(p.dropout.seed, work.sequence.index, work.tile.head);
+      // Without dropout, the threshold keeps whatever is drawn.
+      const DropoutStream stream =
+          p.dropout.given() ? dropout_stream(p.dropout.seed, work.sequence.index, work.tile.head) : DropoutStream{};
       dropout.begin(stream, place().row, place().column);
     }
   };
   if constexpr (F::kDropout && !F::kModified) begin_dropout();
 
+  constexpr int kRowBytes = Panels<F::kHeadDim>::kRowBytes;
   OnlineSoftmax<F::kM> softmax(unit);
   float rO[F::kM][F::kO][4] = {};
   uint32_t rQ[F::kTile.q_in_registers ? F::kDepth : 1][F::kM][4];
-  const auto reader_q = F::ReaderQ::rows_first(sQ + warp * F::kWarpRows * Panels<F::kHeadDim>::kRowBytes, lane);
+  const auto reader_q = F::ReaderQ::rows_first(sQ + first_row * kRowBytes, lane);
   if constexpr (F::kTile.q_in_registers) {
 #pragma unroll
     for (int depth = 0; depth < F::kDepth; ++depth)
@@ -151,14 +212,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 #pragma unroll 1
   for (; n >= work.n_begin; --n) {
     const uint32_t sK = ptx::opaque(sKV) + stage, sV = sK + F::kBytesKV;
-    const int first_key = n * F::kKeys;
+    const int first_key = n * F::kKeys + half * F::kWarpKeys;
     constexpr bool kTwoStages = F::kTile.stages == 2;
     if constexpr (kTwoStages) stage ^= 2 * F::kBytesKV;
 
     // S = Q Kᵀ, then the logits
     CopyKV copy = kTwoStages ? copy_k(work, n - 1, ptx::opaque(sKV) + stage) : copy_v(work, n, sV);
     float rS[F::kM][F::kN][4];
-    score_product<F>(rS, {ptx::opaque(reader_q.address)}, rQ, F::ReaderKV::columns_first(sK, lane), [&](int step) {
+    const auto k_reader = F::ReaderKV::columns_first(sK + half * F::kWarpKeys * kRowBytes, lane);
+    score_product<F>(rS, {ptx::opaque(reader_q.address)}, rQ, k_reader, [&](int step) {
       if constexpr (kTwoStages) {
         constexpr int kHalf = F::kScoreSteps / 2;
         if (step == kHalf) copy = copy_v(work, n - 1, ptx::opaque(sKV) + stage + F::kBytesKV);
@@ -180,37 +242,58 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       add_bias_and_mask<F::kKey.dtype>(rS, place(), p, work.sequence, work.tile.head, first_key);
     if (n < work.full_begin || n >= work.full_end)
       hide_unseen(rS, place(), DiagonalInterval(work.visibility, place().row), first_key);
-    update_reference(softmax, rS, rO, unit);
+    float maxima[F::kM][2];
+    bool raise = find_maxima(maxima, softmax, rS);
+    if constexpr (F::kSplit == 2) {
+      CopyKV::wait();
+      raise = __syncthreads_or(raise);  // as below, and a pair does the same
+    } else {
+      raise = __any_sync(~0u, raise);
+    }
+    if (raise) {
+      find_row_maxima<F>(maxima, pair);
+      raise_reference(softmax, maxima, rS, rO, unit);
+    }
 
     // P = exp(S - m), O += P V
     if constexpr (!kTwoStages) {
-      CopyKV::wait();
-      __syncthreads();  // everybody's V is there, and nobody reads this K any more
+      if constexpr (F::kSplit == 1) {
+        CopyKV::wait();
+        __syncthreads();  // everybody's V is there, and nobody reads this K any more
+      }
       copy = copy_k(work, n - 1, sK);
     }
+    const auto v_reader = [&](int keys) {  // the keys of one half, this warp's columns
+      return F::ReaderKV::rows_first(sV + keys * F::kWarpKeys * kRowBytes + half * F::kColumns * F::kKeys * 2, lane);
+    };
     value_product<F>(
-        rO, rS, softmax, unit, F::ReaderKV::rows_first(sV, lane),
-        [&](uint32_t (&rP)[4], int m, int depth) {
-          if constexpr (F::kDropout) dropout.drop(rP, m, depth, launch.threshold);
+        rO, v_reader(half),
+        [&](uint32_t (&rP)[F::kM][4], auto depth) {
+          make_probabilities<F, depth.value>(rP, rS, softmax, unit);
+#pragma unroll
+          for (int m = 0; m < F::kM; ++m) {
+            if constexpr (F::kDropout) dropout.drop(rP[m], m, depth.value, launch.threshold);
+            if constexpr (F::kSplit == 2) pair.give(rP[m], m, depth.value);
+          }
         },
         [&](int step) {
           if constexpr (!kTwoStages) copy_among<0, F::kValueSteps>(step, copy);
         });
+    if constexpr (F::kSplit == 2) {
+      pair.sync();
+      value_product<F>(
+          rO, v_reader(half ^ 1),
+          [&](uint32_t (&rP)[F::kM][4], auto depth) {
+#pragma unroll
+            for (int m = 0; m < F::kM; ++m) pair.take(rP[m], m, depth.value);
+          },
+          [](int) {});
+    }
     CopyKV::wait();
     __syncthreads();  // everybody's next K is there (and V, of two), and nobody reads this V (this block) any more
   }
 
-  // ---- Epilogue: the sink joins the sum, O is normalised, the statistics are written ----
-  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.tile.head];
-  finish_rows(softmax, rO, p, work.sequence, work.tile.head, place(), sink, F::kDropout ? launch.keep_scale : 1.f, unit,
-              lane);
-  stage_output<F::kKey.dtype, F::kRows, F::kHeadDim, F::kM>(sQ, rO, warp * F::kWarpRows, lane);
-  __syncwarp();  // a warp's rows of Q are read by nobody else
-  const Rows& rows = work.sequence.q;
-  auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(rows.batch, work.tile.head, rows.first());
-  store_rows<F::kRows, F::kHeadDim, F::kWarpRows>(
-      sQ, out, {nullptr, p.out.row_stride, static_cast<int>(p.dim_v), launch.vectorised_out}, work.first_row, work.rows,
-      warp * F::kWarpRows, lane);
+  finish_tile<F>(p, launch, work, softmax, rO, unit, sQ, pair);
 }
 
 template <KernelKey kKey, int kTile>
@@ -241,6 +324,8 @@ int launch_fwd(const FwdParams& params, const FwdLaunch& launch, void* stream) {
     if (launch.tile == 1) return launch_tile<kKey, 1>(params, launch, stream);
   if constexpr (kTiles[2].rows > 0)
     if (launch.tile == 2) return launch_tile<kKey, 2>(params, launch, stream);
+  if constexpr (kTiles[3].rows > 0)
+    if (launch.tile == 3) return launch_tile<kKey, 3>(params, launch, stream);
   return cudaErrorInvalidValue;
 }
 

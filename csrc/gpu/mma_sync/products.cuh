@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "gpu/mma_sync/tiles.h"
+#include "gpu/mma_sync/warp_pair.cuh"
 #include "gpu/tile/copy_tile.cuh"
 #include "gpu/tile/dropout.cuh"
 #include "gpu/tile/softmax.cuh"
@@ -54,8 +55,10 @@ struct Fwd {
   static constexpr int kHeadDim = kKey.head_dim;
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys, kThreads = kTile.threads();
   static constexpr int kWarpRows = kTile.warp_rows();
-  static constexpr int kM = kWarpRows / 16, kN = kKeys / 8, kO = kHeadDim / 8;  // m16, n8 tiles of S and of O
-  static constexpr int kDepth = kHeadDim / 16;                                  // k16 steps of QKᵀ
+  static constexpr int kSplit = kTile.split;
+  static constexpr int kWarpKeys = kKeys / kSplit, kColumns = kHeadDim / kSplit;    // of S and of O in a warp
+  static constexpr int kM = kWarpRows / 16, kN = kWarpKeys / 8, kO = kColumns / 8;  // m16, n8 tiles of S and of O
+  static constexpr int kDepth = kHeadDim / 16, kValueDepth = kWarpKeys / 16;        // k16 steps of QKᵀ and of P V
   static constexpr int kBytesQ = kTile.q_bytes(kHeadDim), kBytesKV = kTile.kv_bytes(kHeadDim);
   using ReaderQ = BlockReader<kRows, kHeadDim>;
   using ReaderKV = BlockReader<kKeys, kHeadDim>;
@@ -64,9 +67,9 @@ struct Fwd {
   static constexpr bool kBiased = kKey.variant == Variant::biased;
   using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased>;
   using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads, kBiased>;
-  static constexpr int kPart = 16;  // keys that P is made for at a time
-  static constexpr int kScoreSteps = kDepth * kKeys / 16, kValueSteps = kKeys / 16 * (kHeadDim / 16);
-  static_assert(kKeys % (kDropout ? kDropoutKeys : 16) == 0 && kWarpRows % 16 == 0);
+  static constexpr int kScoreSteps = kDepth * kWarpKeys / 16, kValueSteps = kValueDepth * kColumns / 16;
+  static_assert(kWarpKeys % (kDropout ? kDropoutKeys : 16) == 0 && kWarpRows % 16 == 0);
+  static_assert(kSplit == 1 || (kM == 2 && kColumns % Panels<kHeadDim>::kColumns == 0));
 };
 
 // S = Q Kᵀ. Fragments of K are read one 16 × 16 block ahead of the products that use them. `beside(step)` is other work
@@ -75,7 +78,7 @@ template <class F, class Beside>
 __device__ __forceinline__ void score_product(float (&rS)[F::kM][F::kN][4], const typename F::ReaderQ& sQ,
                                               const uint32_t (&rQ)[F::kTile.q_in_registers ? F::kDepth : 1][F::kM][4],
                                               const typename F::ReaderKV& sK, const Beside& beside) {
-  constexpr int kBlocks = F::kKeys / 16;
+  constexpr int kBlocks = F::kWarpKeys / 16;
 #pragma unroll
   for (int m = 0; m < F::kM; ++m)
 #pragma unroll
@@ -112,47 +115,44 @@ __device__ __forceinline__ void score_product(float (&rS)[F::kM][F::kN][4], cons
     }
 }
 
-// P and O += P V, some keys at a time: the exponentials of one part fill the gaps between the products of another.
-// `finish(rP, m, depth)` does to the packed P what a call wants done to it after the sum; `beside(step)` as above.
-template <class F, class Finish, class Beside>
-__device__ __forceinline__ void value_product(float (&rO)[F::kM][F::kO][4], float (&rS)[F::kM][F::kN][4],
-                                              OnlineSoftmax<F::kM>& softmax, ScoreUnit unit,
-                                              const typename F::ReaderKV& sV, const Finish& finish,
-                                              const Beside& beside) {
-  constexpr int kBlocks = F::kHeadDim / 16, kDepthOfAll = F::kKeys / 16, kDepth = F::kPart / 16;
+// O += P V, 16 keys at a time: `make_p(rP, depth)` gives their P, so that the exponentials of one part fill the gaps
+// between the products of another. `beside(step)` as above.
+template <class F, class MakeP, class Beside>
+__device__ __forceinline__ void value_product(float (&rO)[F::kM][F::kO][4], const typename F::ReaderKV& sV,
+                                              const MakeP& make_p, const Beside& beside) {
+  constexpr int kBlocks = F::kColumns / 16;
   uint32_t fV[2][4];
   sV.load_transposed(fV[0], 0, 0);
-  static_for<F::kKeys / F::kPart>([&](auto part) {
-    constexpr int kBegin = part.value * F::kPart / 8;
-    exponentiate<kBegin, kBegin + F::kPart / 8>(softmax, rS, unit);
+  static_for<F::kValueDepth>([&](auto depth) {
+    uint32_t rP[F::kM][4];
+    make_p(rP, depth);
 #pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      // D fragments of two n8 tiles are one A fragment.
-      const int depth = part.value * kDepth + d;
-      uint32_t rP[F::kM][4];
+    for (int block = 0; block < kBlocks; ++block) {
+      const int step = depth.value * kBlocks + block, next = step + 1;
+      if (next < F::kValueSteps) sV.load_transposed(fV[next % 2], next / kBlocks, next % kBlocks);
+      const uint32_t (&b)[4] = fV[step % 2];
 #pragma unroll
       for (int m = 0; m < F::kM; ++m) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* s = rS[m][2 * depth + i / 2];
-          rP[m][i] = ptx::pack<F::kKey.dtype>(s[i % 2 * 2], s[i % 2 * 2 + 1]);
-        }
-        finish(rP[m], m, depth);
+        multiply<F::kKey>(rO[m][2 * block], rP[m], b[0], b[1]);
+        multiply<F::kKey>(rO[m][2 * block + 1], rP[m], b[2], b[3]);
       }
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const int step = depth * kBlocks + block, next = step + 1;
-        if (next < kDepthOfAll * kBlocks) sV.load_transposed(fV[next % 2], next / kBlocks, next % kBlocks);
-        const uint32_t (&b)[4] = fV[step % 2];
-#pragma unroll
-        for (int m = 0; m < F::kM; ++m) {
-          multiply<F::kKey>(rO[m][2 * block], rP[m], b[0], b[1]);
-          multiply<F::kKey>(rO[m][2 * block + 1], rP[m], b[2], b[3]);
-        }
-        beside(step);
-      }
+      beside(step);
     }
   });
+}
+
+// P of 16 keys from S: D fragments of two n8 tiles are one A fragment.
+template <class F, int kDepthOf>
+__device__ __forceinline__ void make_probabilities(uint32_t (&rP)[F::kM][4], float (&rS)[F::kM][F::kN][4],
+                                                   OnlineSoftmax<F::kM>& softmax, ScoreUnit unit) {
+  exponentiate<2 * kDepthOf, 2 * kDepthOf + 2>(softmax, rS, unit);
+#pragma unroll
+  for (int m = 0; m < F::kM; ++m)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* s = rS[m][2 * kDepthOf + i / 2];
+      rP[m][i] = ptx::pack<F::kKey.dtype>(s[i % 2 * 2], s[i % 2 * 2 + 1]);
+    }
 }
 
 }  // namespace flash::mma_sync

@@ -7,33 +7,39 @@
 
 namespace flash::mma_sync {
 
-// One CTA computes `rows` query rows of a head, each warp rows / warps of them, against `keys` keys at a time.
+// One CTA computes `rows` query rows of a head against `keys` keys at a time. Each warp, or pair of warps, has its own
+// rows.
 struct Tile {
   int rows = 0, keys = 0, warps = 0;
   int stages = 1;               // buffers for a block of K and V
   bool q_in_registers = false;  // Q's fragments are kept, not read again for every block
   int ctas = 1;                 // on an SM at once, as far as registers allow
   int from_keys = 0;            // the length of sequences from which on it is the better choice
+  int split = 1;                // 2: pairs of warps share rows (warp_pair.cuh)
 
   constexpr int threads() const { return 32 * warps; }
-  constexpr int warp_rows() const { return rows / warps; }
+  constexpr int warp_rows() const { return rows / warps * split; }
   constexpr int q_bytes(int head_dim) const { return rows * head_dim * 2; }
   constexpr int kv_bytes(int head_dim) const { return keys * head_dim * 2; }
-  constexpr int shared_bytes(int head_dim) const { return q_bytes(head_dim) + 2 * stages * kv_bytes(head_dim); }
+  constexpr int pair_bytes() const { return split == 1 ? 0 : rows * keys * 2 + rows * 2 * 4; }  // P, and two numbers
+  constexpr int shared_bytes(int head_dim) const {
+    return q_bytes(head_dim) + 2 * stages * kv_bytes(head_dim) + pair_bytes();
+  }
 };
 
 // What a CTA takes beside its tiles.
 inline constexpr int kStaticShared = 512;
 
 // In order of preference: the first that suits the card and the call is used. Unused places have no rows.
-using Tiles = std::array<Tile, 3>;
+using Tiles = std::array<Tile, 4>;
 
 // What an H200 preferred; numbers are TFLOP/s, of the 620 that mma.sync alone reaches there.
 //
-// Warps have 32 rows up to head dim 128: with 16, reading K and V from shared memory takes longer than the products
-// (d 128: 250 instead of 360). From 192 on O leaves no registers for it, and more keys at a time make up for some.
-// (Spills that sm_80 code would have rule out 64 keys at head dim 128, 407 instead of 400 at 16k, and three CTAs at
-// 64.) Two buffers for K and V gain 3 to 7 % over one. What a variant adds to registers decides the rest.
+// Rows are many for each warp, because with 16 of them reading K and V from shared memory takes longer than the
+// products (d 128: 360 instead of 433): 32 up to head dim 128, 16 at 192, where O leaves no registers
+// for more, and 32 for a pair of warps at 256 (410 instead of 362). Two buffers for K and V gain 5 to 15 % where they fit beside another
+// CTA, and a second CTA is worth more than larger tiles up to some length: it computes while the other starts and ends.
+// Options take registers, which decides the rest.
 constexpr Tiles fwd_tiles(KernelKey key) {
   if (key.arch == Arch::sm75) {  // 64 KB; not measured, for want of a card
     if (key.head_dim <= 64) return {{{128, 64, 4, 1, true, 2}}};
@@ -49,10 +55,19 @@ constexpr Tiles fwd_tiles(KernelKey key) {
     if (key.variant == Variant::biased) return {{{128, 64, 8, 1, true, 1}, {128, 32, 8, 1, true, 1}}};
     if (key.variant == Variant::modified) return {{{128, 32, 4, 1, false, 2}}};
     if (key.variant == Variant::dropout) return {{{128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
-    return {{{128, 64, 4, 2, false, 2}, {128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
+    return {{{256, 64, 8, 2, false, 1, 8192},
+             {128, 64, 4, 2, false, 2},
+             {128, 32, 4, 2, false, 2},
+             {128, 32, 4, 1, false, 2}}};
   }
-  if (key.variant >= Variant::dropout) return {{{128, 64, 8, 1, false, 1}, {128, 32, 8, 1, false, 1}}};
-  return {{{128, 96, 8, 1, false, 1, 1536}, {128, 64, 8, 1, false, 1}, {128, 32, 8, 1, false, 1}}};
+  constexpr Tile kSmall{128, 32, 8, 1, false, 1};  // for 99 KB
+  if (key.head_dim <= 192) {
+    if (key.variant >= Variant::dropout) return {{{128, 64, 8, 1, false, 1}, kSmall}};
+    return {{{128, 96, 8, 1, false, 1, 1536}, {128, 64, 8, 1, false, 1}, kSmall}};
+  }
+  constexpr Tile kPairs{64, 64, 4, 1, false, 2, 0, 2}, kMorePairs{128, 64, 8, 1, false, 1, 0, 2};
+  if (key.variant >= Variant::dropout) return {{kPairs, kMorePairs, kSmall}};
+  return {{{128, 96, 8, 1, false, 1, 4096, 2}, kPairs, kMorePairs, kSmall}};
 }
 
 }  // namespace flash::mma_sync

@@ -55,6 +55,9 @@ struct WarpDropout {
             rows[m].start(x[m][group][c], product);
           else
             philox_round(x[m][group][c], key0 + round * kPhiloxWeyl0, key1 + round * kPhiloxWeyl1);
+        // Here, and not where the draws are used: compilers like to move what has no effect down to its use.
+#pragma unroll
+          for (uint32_t& word : x[m][group][c]) word = ptx::opaque(word);
         }
       }
   }

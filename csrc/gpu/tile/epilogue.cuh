@@ -18,42 +18,42 @@ __device__ __forceinline__ void store_statistics(const FwdParams& p, const Seque
   static_cast<float*>(p.lse.data)[p.lse.offset(batch, head, tensor_row)] = log_sum_exp(statistics);
 }
 
-// Normalises O and writes the statistics. Of the four threads that share 2 · kM rows each finishes one, and tells the
-// others by which factor.
-template <int kM, int kO>
-__device__ __forceinline__ void finish_rows(const OnlineSoftmax<kM>& softmax, float (&rO)[kM][kO][4],
-                                            const FwdParams& p, const Sequence& sequence, int64_t head,
-                                            const FragmentPlace& place, float sink, float keep_scale, ScoreUnit unit,
-                                            int lane) {
-  const int mine = lane % 4;
+// The row of this thread when the four threads that share 2 · kM rows take one each: its place among them is lane % 4.
+struct OwnRow {
   float reference = -INFINITY, row_sum = 0;
+};
+
+template <int kM>
+__device__ __forceinline__ OwnRow own_row(const OnlineSoftmax<kM>& softmax, int lane) {
+  OwnRow own;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = row_sum_of(softmax.row_sum[m][half]);
-      if (mine == 2 * m + half) reference = softmax.reference[m][half], row_sum = sum;
+      if (lane % 4 == 2 * m + half) own = {softmax.reference[m][half], sum};
     }
-  const FinishedRow row = finish_row(reference, row_sum, sink, unit);
-  const int position = place.row + 8 * mine;
-  if (mine < 2 * kM && position < place.rows) store_statistics(p, sequence, head, position, row.statistics);
-  const float factor = row.normalise * keep_scale;
+  return own;
+}
+
+// Multiplies the rows of O by what the thread that has taken each says.
+template <int kM, int kO>
+__device__ __forceinline__ void scale_rows(float (&rO)[kM][kO][4], float own_factor, int lane) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float f = __shfl_sync(~0u, factor, (lane & ~3) + 2 * m + half);
+      const float factor = __shfl_sync(~0u, own_factor, (lane & ~3) + 2 * m + half);
 #pragma unroll
       for (int n = 0; n < kO; ++n)
 #pragma unroll
-        for (int c = 0; c < 2; ++c) rO[m][n][2 * half + c] *= f;
+        for (int c = 0; c < 2; ++c) rO[m][n][2 * half + c] *= factor;
     }
 }
 
 // A warp's O (16 · kM rows from `first_row` of the tile) goes to `tile`, in the layout of Panels.
-template <DataType kType, int kRows, int kHeadDim, int kM>
-__device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM][kHeadDim / 8][4], int first_row,
-                                             int lane) {
+template <DataType kType, int kRows, int kHeadDim, int kM, int kO>
+__device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM][kO][4], int first_row, int lane) {
   using Layout = Panels<kHeadDim>;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -61,7 +61,7 @@ __device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + 16 * m + 8 * half + lane / 4;
 #pragma unroll
-      for (int n = 0; n < kHeadDim / 8; ++n) {
+      for (int n = 0; n < kO; ++n) {
         const int panel = n / Layout::kChunks, chunk = n % Layout::kChunks;
         const uint32_t at = tile + panel * kRows * Layout::kRowBytes + Layout::offset(row, chunk) + lane % 4 * 4;
         ptx::store_shared_4(at, ptx::pack<kType>(rO[m][n][2 * half], rO[m][n][2 * half + 1]));
@@ -71,11 +71,11 @@ __device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM
 
 // A warp copies its staged rows to the tensor; row i of the tile is row `first + i` of the head, of which there are
 // `rows`.
-template <int kRows, int kHeadDim, int kWarpRows>
+template <int kRows, int kHeadDim, int kWarpRows, int kColumns>
 __device__ __forceinline__ void store_rows(uint32_t tile, uint16_t* out, const HeadRows& head, int first, int rows,
                                            int first_row, int lane) {
   using Layout = Panels<kHeadDim>;
-  constexpr int kChunksOfAll = kHeadDim / 8;
+  constexpr int kChunksOfAll = kColumns / 8;
 #pragma unroll 4
   for (int i = lane; i < kWarpRows * kChunksOfAll; i += 32) {
     const int row = first_row + i / kChunksOfAll, chunk_of_all = i % kChunksOfAll;

@@ -65,17 +65,36 @@ __device__ __forceinline__ float row_sum_of(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Rows whose largest score exceeds the headroom take it as their new reference; O and the sums follow.
-template <int kM, int kO>
-__device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, const float (&thread_max)[kM][2],
-                                                float (&rO)[kM][kO][4], ScoreUnit unit) {
+// The largest of this thread's S in each row; true if one of them exceeds what the reference allows.
+template <int kM, int kN>
+__device__ __forceinline__ bool find_maxima(float (&thread_max)[kM][2], const OnlineSoftmax<kM>& softmax,
+                                            const float (&rS)[kM][kN][4]) {
+  bool exceeds = false;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float largest = fmaxf(rS[m][0][2 * half], rS[m][0][2 * half + 1]);
+#pragma unroll
+      for (int n = 1; n < kN; ++n) largest = fmaxf(largest, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
+      thread_max[m][half] = largest;
+      exceeds |= largest > softmax.reference[m][half] + softmax.headroom;
+    }
+  return exceeds;
+}
+
+// Makes the reference near enough for S, whose row maxima are given: rows that exceed the headroom take theirs as the
+// new reference; O and the sums follow, and S loses what cannot be folded.
+template <int kM, int kN, int kO>
+__device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, const float (&row_max)[kM][2],
+                                                float (&rS)[kM][kN][4], float (&rO)[kM][kO][4], ScoreUnit unit) {
   bool any_huge = false;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float& reference = softmax.reference[m][half];
-      const float largest = row_max_of(thread_max[m][half]);
+      const float largest = row_max[m][half];
       const float old_folded = softmax.folded(m, half, unit.to_log2);
       const float old_offset = softmax.offset(m, half, unit.to_log2);
       float factor = 1;
@@ -95,39 +114,18 @@ __device__ __forceinline__ void raise_reference(OnlineSoftmax<kM>& softmax, cons
       }
     }
   softmax.headroom = __any_sync(~0u, any_huge) ? -INFINITY : kHeadroom / unit.to_log2;
-}
-
-// Makes the reference near enough for all of S, and S ready for `exponentiate`.
-template <int kM, int kN, int kO>
-__device__ __forceinline__ void update_reference(OnlineSoftmax<kM>& softmax, float (&rS)[kM][kN][4],
-                                                 float (&rO)[kM][kO][4], ScoreUnit unit) {
-  float thread_max[kM][2];
-  bool exceeds = false;
+  if (softmax.headroom != -INFINITY) return;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float largest = fmaxf(rS[m][0][2 * half], rS[m][0][2 * half + 1]);
+      const float offset = softmax.offset(m, half, unit.to_log2);
 #pragma unroll
-      for (int n = 1; n < kN; ++n) largest = fmaxf(largest, fmaxf(rS[m][n][2 * half], rS[m][n][2 * half + 1]));
-      thread_max[m][half] = largest;
-      exceeds |= largest > softmax.reference[m][half] + softmax.headroom;
-    }
-  if (!__any_sync(~0u, exceeds)) return;
-  raise_reference(softmax, thread_max, rO, unit);
-  if (softmax.headroom == -INFINITY) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float offset = softmax.offset(m, half, unit.to_log2);
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          rS[m][n][2 * half] -= offset;
-          rS[m][n][2 * half + 1] -= offset;
-        }
+      for (int n = 0; n < kN; ++n) {
+        rS[m][n][2 * half] -= offset;
+        rS[m][n][2 * half + 1] -= offset;
       }
-  }
+    }
 }
 
 // S becomes P, unnormalised, in the n8 tiles [kBegin, kEnd). -inf becomes 0.
