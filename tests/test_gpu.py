@@ -5,6 +5,7 @@ Values of every option are in the other files, whose cases run here too (`cases.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -49,6 +50,26 @@ def close(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
     oracle.assert_no_worse_than_naive(out.cpu(), want, naive)
 
 
+def check_segments(lengths_q: list[int], lengths_k: list[int], *, heads, heads_k, dim, **options) -> None:
+    """Packed sequences, surrounded by NaN, give what each gives alone."""
+    offsets = [
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device="cuda") for x in (lengths_q, lengths_k)
+    ]
+    shapes = ((sum(lengths_q) + 9, heads, dim), *[(sum(lengths_k) + 9, heads_k, dim)] * 2)
+    q, k, v = (torch.randn(shape, dtype=BF16, device="cuda") for shape in shapes)
+    for x in (q, k, v):
+        x[-9:] = math.nan
+    longest = max(lengths_q), max(lengths_k)
+    out = flash_attn_varlen_func(q, k, v, *offsets, *longest, backend="mma_sync", **options)
+    assert out.isfinite().all() and (out[-9:] == 0).all()
+    (begin_q, begin_k), n = (x.tolist() for x in offsets), len(lengths_q)
+    for b in range(n):
+        one = [x[o[b] : o[b + 1]][None] for x, o in ((q, begin_q), (k, begin_k), (v, begin_k))]
+        if lengths_q[b] > 0:
+            alone = flash_attn_func(*one, backend="mma_sync", **options)
+            torch.testing.assert_close(out[begin_q[b] : begin_q[b + 1]], alone[0], rtol=0, atol=0)
+
+
 # ---- Cards ----------------------------------------------------------------------------------------------------------
 
 TURING = [c for n, c in enumerate(FORWARD_CASES) if (c.dtype == HALF or n % 3 == 0) and max(c.dim, c.dim_v) <= 256]
@@ -82,6 +103,23 @@ def test_less_shared_memory(shared_kb, dim, causal, limited_card):
         close(out, q, k, v, causal=causal)
 
 
+@pytest.mark.parametrize("shared_kb", (227, 99, 64))
+def test_value_dim_below_a_wide_head_dim(shared_kb, limited_card):
+    """T125: 192 and 128 on cards with less shared memory, Turing's 64 KB in fp16 among them."""
+    limited_card(shared_kb=shared_kb)
+    q, k = (torch.randn(1, 256, 2, 192, dtype=HALF, device="cuda") for _ in range(2))
+    v = torch.randn(1, 256, 2, 128, dtype=HALF, device="cuda")
+    close(flash_attn_func(q, k, v, causal=True, backend="mma_sync"), q, k, v, causal=True)
+
+
+def test_many_segments_on_a_small_card(limited_card):
+    """T133: more than four segments, with 99 KB of shared memory."""
+    limited_card(capability=89, shared_kb=99)
+    check_segments(
+        [504, 1, 700, 33, 129, 630, 64, 200], [1758, 3, 40, 900, 129, 17, 64, 511], heads=8, heads_k=8, dim=128
+    )
+
+
 def test_what_has_no_kernel_names_the_way_out(limited_card):
     for q in (torch.zeros(1, 4, 2, 64, device="cuda"), torch.zeros(1, 4, 2, 320, device="cuda", dtype=BF16)):
         for backend in ("auto", "mma_sync"):
@@ -112,6 +150,36 @@ def test_more_heads_than_a_grid_axis_has():
     out = flash_attn_func(q, k, v, backend="mma_sync")
     for part in (slice(0, 2), slice(32_766, 32_770), slice(69_998, 70_000)):
         close(out[part], q[part], k[part], v[part])
+
+
+@pytest.mark.parametrize(("batch", "seqlen", "heads", "dim"), ((768, 2048, 8, 256), (1600, 729, 16, 72)))
+def test_huge_batch(batch, seqlen, heads, dim):
+    """T77: q has more than 2^31 elements, or almost."""
+    if torch.cuda.mem_get_info()[0] < 10 * batch * seqlen * heads * dim:
+        pytest.skip("needs more memory")
+    q = torch.randn(batch, seqlen, heads, dim, dtype=BF16, device="cuda")
+    k, v = q[:, :, : heads // 4], q[:, :, heads // 4 : heads // 2]
+    out = flash_attn_func(q, k, v, causal=True, backend="mma_sync")
+    for b in (0, batch // 2, batch - 1):
+        part = [x[b : b + 1] for x in (q, k, v)]
+        assert torch.equal(out[b : b + 1], flash_attn_func(*part, causal=True, backend="mma_sync"))
+    close(out[-1:, :, :4], q[-1:, :, :4], k[-1:, :, :1], v[-1:, :, :1], causal=True)
+
+
+def test_short_segments():
+    """T32 and T34: 200 sequences of 1 to 7 rows; lengths around a tile, and none at all."""
+    lengths = [1 + n % 7 for n in range(200)]
+    check_segments(lengths, lengths[::-1], heads=4, heads_k=2, dim=64)
+    check_segments([0, 1, 65, 0, 33, 33], [0, 129, 65, 7, 33, 1], heads=2, heads_k=1, dim=64, causal=True)
+
+
+def test_packed_window_again_and_again():
+    """T130: windows narrower than the sequences, in other places each time."""
+    for n in range(30):
+        lengths = [(97 * (n + 1) * (b + 3)) % 500 + 1 for b in range(4)]
+        check_segments(
+            lengths, lengths, heads=4, heads_k=4, dim=128, window_size=(16 + 5 * n, n % 3), causal=n % 2 == 0
+        )
 
 
 def test_strides_beyond_32_bits():
@@ -208,6 +276,21 @@ def test_graph_with_dropout_draws_anew():
         graph.replay()
         results.append(out.clone())
     assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
+
+
+def test_graph_of_packed_dropout():
+    """T82, packed: replays draw anew."""
+    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
+    q = torch.randn(90, 2, 64, dtype=HALF, device="cuda")
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend="mma_sync")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend="mma_sync")
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(out.clone())
+    assert not torch.equal(*seen) and seen[0].isfinite().all()
 
 
 def test_graph_with_other_lengths():
