@@ -137,11 +137,15 @@ def variant_of(problem: Problem, bias: Tensor | None) -> str:
 _SHORT = Problem._fields.index("dropout_p")
 
 
+def _is_plain(problem: Problem) -> bool:
+    """Whether the options before `dropout_p` are all there are."""
+    return not (problem.dropout_p or problem.deterministic or problem.has_tensors)
+
+
 def _options(problem: Problem) -> tuple:
-    """The options as arguments of an op; of a plain call those before `dropout_p`, for the schema has the defaults of
-    the others, and what is not passed need not be converted."""
-    is_plain = not (problem.dropout_p or problem.deterministic or problem.has_tensors)
-    return problem[:_SHORT] if is_plain else problem
+    """The options as arguments of an op; of a plain call the first ones alone, for the schema has the defaults of the
+    others, and what is not passed need not be converted."""
+    return problem[:_SHORT] if _is_plain(problem) else problem
 
 
 def forward(
@@ -151,7 +155,9 @@ def forward(
     if is_compiling():
         return attention_forward(q, k, v, bias, sink, *_options(problem))
     with below_autograd():
-        return attention_forward(q, k, v, bias, sink, *_options(problem))
+        if bias is None and sink is None and _is_plain(problem):
+            return attention_forward_plain(q, k, v, *problem[:_SHORT])
+        return attention_forward(q, k, v, bias, sink, *problem)
 
 
 def backward(
@@ -187,7 +193,7 @@ def backward(
 # ---- Fake kernels: shapes, dtypes and strides of the real ones ------------------------------------------------------
 
 
-def _fake_forward(q, k, v, bias, sink, *options):  # noqa: ANN001, ANN002, ANN202 (a schema's arguments)
+def _fake_forward(q, k, v, *others):  # noqa: ANN001, ANN002, ANN202 (a schema's arguments)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
     dtype = compute_dtype(q.dtype)
@@ -206,5 +212,12 @@ def _register_fakes(fakes: dict[str, Callable]) -> None:
 
 if AVAILABILITY["cpu"]:
     attention_forward = torch.ops.flash_attn.attention_forward.default
+    attention_forward_plain = torch.ops.flash_attn.attention_forward_plain.default
     attention_backward = torch.ops.flash_attn.attention_backward.default
-    _register_fakes({"attention_forward": _fake_forward, "attention_backward": _fake_backward})
+    _register_fakes(
+        {
+            "attention_forward": _fake_forward,
+            "attention_forward_plain": _fake_forward,
+            "attention_backward": _fake_backward,
+        }
+    )

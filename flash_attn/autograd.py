@@ -275,6 +275,10 @@ def _op_forward(
         return _ops.attention_forward(q, k, v, bias, sink, *options)
 
 
+def _op_forward_plain(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _op_forward(q, k, v, None, None, *options)
+
+
 def _op_backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -300,4 +304,5 @@ def _op_backward(
 if _ops.AVAILABILITY["cpu"]:
     _autograd_kernels = torch.library.Library(_ops.NAMESPACE, "IMPL")
     _autograd_kernels.impl("attention_forward", _op_forward, "Autograd")
+    _autograd_kernels.impl("attention_forward_plain", _op_forward_plain, "Autograd")
     _autograd_kernels.impl("attention_backward", _op_backward, "Autograd")

@@ -52,10 +52,13 @@ def test_traced_graph_keeps_gradients():
     torch.testing.assert_close(grad(traced(a, k, v).sin().sum(), a), grad(standard_attention(b, k, v).sin().sum(), b))
 
 
-def test_the_op_itself():
+@pytest.mark.parametrize("plain", (False, True))
+def test_the_op_itself(plain):
     q, k, v = inputs()
 
     def op(q, k, v):
+        if plain:
+            return torch.ops.flash_attn.attention_forward_plain(q, k, v, 0.5, False, -1, -1, False, 0.0)[0]
         return torch.ops.flash_attn.attention_forward(q, k, v, None, None, 0.5)[0]
 
     torch.testing.assert_close(

@@ -159,9 +159,11 @@ def test_fake_tensors_have_the_real_shapes():
             flash_attn_func(q, k[:1], v)
 
 
-def test_operators_pass_opcheck():
-    """Schema, fake kernel and registrations of the forward op, as torch checks them."""
-    op = torch.ops.flash_attn.attention_forward.default
+@pytest.mark.parametrize("name", ("attention_forward", "attention_forward_plain"))
+def test_operators_pass_opcheck(name):
+    """Schema, fake kernel and registrations of the forward ops, as torch checks them."""
+    op = getattr(torch.ops.flash_attn, name).default
+    options = {} if name.endswith("plain") else {"alibi_slopes": torch.rand(4)}
     recorded: list = []
 
     class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
@@ -171,7 +173,7 @@ def test_operators_pass_opcheck():
             return function(*args, **(kwargs or {}))
 
     with Recorder():
-        flash_attn_func(*qkv(2, 5, 7, 4, 2, 8), causal=True)
+        flash_attn_func(*qkv(2, 5, 7, 4, 2, 8), causal=True, **options)
     assert recorded
     args, kwargs = recorded[0]
     torch.library.opcheck(op, args, kwargs, test_utils=("test_schema", "test_faketensor"))

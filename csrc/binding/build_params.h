@@ -19,11 +19,11 @@ struct CallOptions {
   int64_t window_left, window_right;
   bool upper_left;
   double softcap;
-  double dropout_p;
-  OptionalTensor dropout_seed, alibi_slopes, mask;
-  OptionalTensor cu_seqlens_q, cu_seqlens_k;
-  int64_t max_seqlen_q, max_seqlen_k;
-  OptionalTensor seqused_q, seqused_k, leftpad_q, leftpad_k;
+  double dropout_p = 0;
+  OptionalTensor dropout_seed{}, alibi_slopes{}, mask{};
+  OptionalTensor cu_seqlens_q{}, cu_seqlens_k{};
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0;
+  OptionalTensor seqused_q{}, seqused_k{}, leftpad_q{}, leftpad_k{};
 };
 
 // What a call hands to the backend beside the params: the tensors that hold the results.

@@ -30,20 +30,31 @@ cpu::ThreadPool torch_pool() {
           }};
 }
 
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, const OptionalTensor& bias,
+                                           const OptionalTensor& sink, const CallOptions& options) {
+  q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v);
+  const Forward call = build_forward(q, k, v, bias, sink, options);
+  check_contents(call.params, bias, options);
+  cpu::forward(call.params, torch_pool());
+  return {call.out, call.lse, call.statistics};
+}
+
 std::tuple<Tensor, Tensor, Tensor> attention_forward(
     Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor sink, double softmax_scale, bool causal,
     int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p,
     OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
     OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
     OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
-  const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
-                            dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
-                            max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
-  q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v);
-  const Forward call = build_forward(q, k, v, bias, sink, options);
-  check_contents(call.params, bias, options);
-  cpu::forward(call.params, torch_pool());
-  return {call.out, call.lse, call.statistics};
+  return forward(
+      q, k, v, bias, sink,
+      {softmax_scale, causal, window_left, window_right, upper_left, softcap, dropout_p, dropout_seed, alibi_slopes,
+       mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, leftpad_q, leftpad_k});
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward_plain(Tensor q, Tensor k, Tensor v, double softmax_scale,
+                                                           bool causal, int64_t window_left, int64_t window_right,
+                                                           bool upper_left, double softcap) {
+  return forward(q, k, v, {}, {}, {softmax_scale, causal, window_left, window_right, upper_left, softcap});
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
@@ -110,5 +121,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
+  m.impl("attention_forward_plain", TORCH_BOX(&flash::attention_forward_plain));
   m.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
 }

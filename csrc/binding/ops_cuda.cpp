@@ -16,15 +16,8 @@
 namespace flash {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor> attention_forward(
-    Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor sink, double softmax_scale, bool causal,
-    int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p,
-    OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
-    OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
-    OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
-  const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
-                            dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
-                            max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, const OptionalTensor& bias,
+                                           const OptionalTensor& sink, const CallOptions& options) {
   const int32_t device = q.get_device_index();
   std::optional<torch::stable::accelerator::DeviceGuard> guard;  // asking first costs less
   if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard.emplace(device);
@@ -34,10 +27,28 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
   const Forward call = build_forward(q, k, v, bias, sink, options);
   const FwdParams& params = call.params;
   const bool packed = params.rows_q.cu_seqlens.given();
-  const std::string problem = gpu::forward(params, packed ? max_seqlen_q : params.rows_q.rows,
-                                           packed ? max_seqlen_k : params.rows_k.rows, device, stream);
+  const std::string problem = gpu::forward(params, packed ? options.max_seqlen_q : params.rows_q.rows,
+                                           packed ? options.max_seqlen_k : params.rows_k.rows, device, stream);
   FLASH_CHECK(problem.empty(), "attention_forward: ", problem);
   return {call.out, call.lse, call.statistics};
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward(
+    Tensor q, Tensor k, Tensor v, OptionalTensor bias, OptionalTensor sink, double softmax_scale, bool causal,
+    int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p,
+    OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
+    OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
+    OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
+  return forward(
+      q, k, v, bias, sink,
+      {softmax_scale, causal, window_left, window_right, upper_left, softcap, dropout_p, dropout_seed, alibi_slopes,
+       mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, leftpad_q, leftpad_k});
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_forward_plain(Tensor q, Tensor k, Tensor v, double softmax_scale,
+                                                           bool causal, int64_t window_left, int64_t window_right,
+                                                           bool upper_left, double softcap) {
+  return forward(q, k, v, {}, {}, {softmax_scale, causal, window_left, window_right, upper_left, softcap});
 }
 
 Tensor letters(const std::string& text) {
@@ -78,4 +89,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
   m.impl("gpu_limit_card", TORCH_BOX(&flash::gpu_limit_card));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) { m.impl("attention_forward", TORCH_BOX(&flash::attention_forward)); }
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
+  m.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
+  m.impl("attention_forward_plain", TORCH_BOX(&flash::attention_forward_plain));
+}
