@@ -121,6 +121,9 @@ def mha(dtype: torch.dtype) -> MHA:
     return _MHA[dtype]
 
 
+mha(torch.float64)  # here, because inside a vmap its weights could not be drawn
+
+
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return apply_rotary_emb(x, cos, sin)
 
