@@ -2,7 +2,8 @@
 // rows.
 //
 // Grid: one CTA for each (sequence, head, row block), in the order of TileOrder. A warp owns 16 or 32 rows with their
-// S, P and O in registers and never talks to another; K and V go through shared memory, a block ahead of their use.
+// S, P and O in registers and talks to no other, or to one (warp_pair.cuh); K and V go through shared memory, a block
+// ahead of their use.
 #pragma once
 
 #include <cuda_runtime.h>
