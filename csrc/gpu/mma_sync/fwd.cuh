@@ -71,6 +71,48 @@ __device__ __forceinline__ Work make_work(const FwdParams& p, const FwdLaunch& l
   return work;
 }
 
+// Copies of key block n into `target`.
+template <class F>
+__device__ __forceinline__ typename F::CopyKV copy_k(const FwdParams& p, const FwdLaunch& launch, const Work& work,
+                                                     int n, uint32_t target) {
+  const HeadRows head{work.gK, p.k.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
+  return {target, head, n * F::kKeys, work.seen_begin, work.seen_end};
+}
+
+template <class F>
+__device__ __forceinline__ typename F::CopyKV copy_v(const FwdParams& p, const FwdLaunch& launch, const Work& work,
+                                                     int n, uint32_t target) {
+  const HeadRows head{work.gV, p.v.row_stride, static_cast<int>(p.dim_v), launch.vectorised_v};
+  return {target, head, n * F::kKeys, work.seen_begin, work.seen_end};
+}
+
+// Finds the tile of this CTA, and asks for Q, the last K and, if there are two buffers, the last V. False: no such rows.
+template <class F>
+__device__ __forceinline__ bool start_tile(const FwdParams& p, const FwdLaunch& launch, Work& work, uint32_t sQ,
+                                           uint32_t sKV) {
+  const TileIndex tile = launch.order.tile(blockIdx.x);
+  const Sequence sequence = flash::sequence(p, tile.batch);
+  if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
+      !rows_are_possible(p.rows_k, sequence.k, tile.batch, -1)) {
+    if (tile.m_block == 0) store_nan<F::kThreads>(p, tile.batch, tile.head);
+    return false;
+  }
+  if (tile.m_block * F::kRows >= sequence.q.length) return false;
+  // Q first: what there is to compute for K and V can be computed while it comes.
+  const HeadRows gQ{first_row_of(p.q, sequence.q, tile.head), p.q.row_stride, static_cast<int>(p.dim),
+                    launch.vectorised_qk};
+  typename F::CopyQ(sQ, gQ, tile.m_block * F::kRows, 0, static_cast<int>(sequence.q.length)).copy_all();
+  // Everybody computes it, so that nobody waits for it before the copies; what comes later reads it from `work`.
+  const Work mine = make_work<F>(p, launch, tile, sequence);
+  const int n = mine.n_end - 1;
+  if (n >= mine.n_begin) {
+    copy_k<F>(p, launch, mine, n, sKV).copy_all();
+    if constexpr (F::kTile.stages == 2) copy_v<F>(p, launch, mine, n, sKV + F::kBytesKV).copy_all();
+  }
+  if (threadIdx.x == 0) work = mine;
+  return true;
+}
+
 template <class F>
 using Pair = WarpPair<F::kM, F::kValueDepth>;
 
@@ -140,39 +182,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const int first_row = warp / F::kSplit * F::kWarpRows;
   const int half = warp % F::kSplit;  // of the keys and of the columns that its pair has
   const Pair<F> pair(sKV + F::kTile.stages * 2 * F::kBytesKV, F::kTile.warps, warp, lane);
-  const auto copy_k = [&](const Work& w, int n, uint32_t target) {
-    const HeadRows gK{w.gK, p.k.row_stride, static_cast<int>(p.dim), launch.vectorised_qk};
-    return CopyKV(target, gK, n * F::kKeys, w.seen_begin, w.seen_end);
-  };
-  const auto copy_v = [&](const Work& w, int n, uint32_t target) {
-    const HeadRows gV{w.gV, p.v.row_stride, static_cast<int>(p.dim_v), launch.vectorised_v};
-    return CopyKV(target, gV, n * F::kKeys, w.seen_begin, w.seen_end);
-  };
-
-  // ---- The tile of this CTA, and copies of Q, the last K and, if there are two buffers, the last V ----
-  int n;
-  {
-    const TileIndex tile = launch.order.tile(blockIdx.x);
-    const Sequence sequence = flash::sequence(p, tile.batch);
-    if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
-        !rows_are_possible(p.rows_k, sequence.k, tile.batch, -1)) {
-      if (tile.m_block == 0) store_nan<F::kThreads>(p, tile.batch, tile.head);
-      return;
-    }
-    if (tile.m_block * F::kRows >= sequence.q.length) return;
-    // Q first: what there is to compute for K and V can be computed while it comes.
-    const HeadRows gQ{first_row_of(p.q, sequence.q, tile.head), p.q.row_stride, static_cast<int>(p.dim),
-                      launch.vectorised_qk};
-    typename F::CopyQ(sQ, gQ, tile.m_block * F::kRows, 0, static_cast<int>(sequence.q.length)).copy_all();
-    // Everybody computes it, so that nobody waits for it before the copies; what comes later reads it from `work`.
-    const Work mine = make_work<F>(p, launch, tile, sequence);
-    n = mine.n_end - 1;
-    if (n >= mine.n_begin) {
-      copy_k(mine, n, sKV).copy_all();
-      if constexpr (F::kTile.stages == 2) copy_v(mine, n, sKV + F::kBytesKV).copy_all();
-    }
-    if (threadIdx.x == 0) work = mine;
-  }
+  if (!start_tile<F>(p, launch, work, sQ, sKV)) return;
   CopyKV::wait();
   __syncthreads();  // everybody's Q and K are there, and `work`
   const auto place = [&] {
@@ -211,20 +221,21 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   // beside P V. The block before the first one is copied too, as nothing: no row of it is seen.
   uint32_t stage = 0;
 #pragma unroll 1
-  for (; n >= work.n_begin; --n) {
+  for (int n = work.n_end - 1; n >= work.n_begin; --n) {
     const uint32_t sK = ptx::opaque(sKV) + stage, sV = sK + F::kBytesKV;
     const int first_key = n * F::kKeys + half * F::kWarpKeys;
     constexpr bool kTwoStages = F::kTile.stages == 2;
     if constexpr (kTwoStages) stage ^= 2 * F::kBytesKV;
 
     // S = Q Kᵀ, then the logits
-    CopyKV copy = kTwoStages ? copy_k(work, n - 1, ptx::opaque(sKV) + stage) : copy_v(work, n, sV);
+    CopyKV copy =
+        kTwoStages ? copy_k<F>(p, launch, work, n - 1, ptx::opaque(sKV) + stage) : copy_v<F>(p, launch, work, n, sV);
     float rS[F::kM][F::kN][4];
     const auto k_reader = F::ReaderKV::columns_first(sK + half * F::kWarpKeys * kRowBytes, lane);
     score_product<F>(rS, {ptx::opaque(reader_q.address)}, rQ, k_reader, [&](int step) {
       if constexpr (kTwoStages) {
         constexpr int kHalf = F::kScoreSteps / 2;
-        if (step == kHalf) copy = copy_v(work, n - 1, ptx::opaque(sKV) + stage + F::kBytesKV);
+        if (step == kHalf) copy = copy_v<F>(p, launch, work, n - 1, ptx::opaque(sKV) + stage + F::kBytesKV);
         step < kHalf ? copy_among<0, kHalf>(step, copy) : copy_among<kHalf, kHalf>(step, copy);
       } else {
         copy_among<0, F::kScoreSteps>(step, copy);
@@ -262,7 +273,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         CopyKV::wait();
         __syncthreads();  // everybody's V is there, and nobody reads this K any more
       }
-      copy = copy_k(work, n - 1, sK);
+      copy = copy_k<F>(p, launch, work, n - 1, sK);
     }
     const auto v_reader = [&](int keys) {  // the keys of one half, this warp's columns
       return F::ReaderKV::rows_first(sV + keys * F::kWarpKeys * kRowBytes + half * F::kColumns * F::kKeys * 2, lane);
