@@ -10,7 +10,7 @@ import cases
 import pytest
 import torch
 
-from flash_attn import explain
+from flash_attn import explain, flash_attn_func
 
 NAMES = ("portable", "avx2", "avx512", "amx")
 
@@ -41,3 +41,17 @@ def test_sample_in_bf16(instruction_set: str, seed: int) -> None:
     """Bf16 has instructions of its own."""
     case = cases.random_case(random.Random(2000 + seed))
     cases.check(dataclasses.replace(case, dtype=torch.bfloat16), "cpu", "auto")
+
+
+@pytest.mark.parametrize(
+    "options", ({}, {"softmax_scale": 1e9}, {"softmax_scale": 1e-39}, {"softmax_scale": 0.0}), ids=str
+)
+def test_huge_and_tiny_logits(instruction_set: str, options: dict[str, float]) -> None:
+    """Logits up to 1e10, whose products with log2 e cannot be told apart; scales that are no normal numbers."""
+    factor = 1.0 if options else 1e5
+    q, k, v = (x.bfloat16() for x in torch.randn(3, 1, 100, 2, 32, generator=torch.Generator().manual_seed(0)))
+    q, k = q * factor, k * factor
+    out, lse = flash_attn_func(q, k, v, return_lse=True, **options)
+    want, want_lse = flash_attn_func(*(x.double() for x in (q, k, v)), return_lse=True, backend="reference", **options)
+    torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)

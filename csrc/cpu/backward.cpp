@@ -96,7 +96,7 @@ class MainPass {
   static int64_t padded(int64_t keys) { return round_up(keys, Arithmetic::kKeyPad); }
   int64_t slot_reals() const { return round_up(p_.dim, kLanes) * size_.rows; }
 
-  int64_t all_units() const { return static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
+  int64_t all_units() const { return p_.heads == 0 ? 0 : static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
 
   // Takes units from `unit` on; returns the first of the next wave.
   int64_t fill_wave(int64_t unit) {

@@ -105,7 +105,7 @@ class ForwardPass {
     }
   };
 
-  int64_t all_units() const { return static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
+  int64_t all_units() const { return p_.heads == 0 ? 0 : static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
 
   // Takes units from `unit` on; returns the first of the next wave.
   int64_t fill_wave(int64_t unit) {
@@ -191,7 +191,8 @@ class ForwardPass {
   template <class Use>
   void for_each_part(Range keys, Range by_all, const Use& use) const {
     if (!Arithmetic::kFused) return use(keys, false);
-    const bool is_plain = !changes_logits(p_) && !p_.mask.given() && p_.score.scale > 0;
+    const Real scale = Arithmetic::score_scale(p_);
+    const bool is_plain = !changes_logits(p_) && !p_.mask.given() && scale_left(p_, scale) == scale;
     const Range steps = whole_steps(is_plain ? intersect(keys, by_all) : keys);
     if (steps.empty()) return use(keys, false);
     if (keys.begin < steps.begin) use({keys.begin, steps.begin}, false);

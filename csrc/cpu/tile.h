@@ -142,10 +142,11 @@ inline bool changes_logits(const AttentionParams& p) {
 }
 
 // What adjust_logits leaves to be multiplied: all of the scale, unless something is added to scaled scores, or -inf
-// would be turned around.
+// would be turned around, or scale · log2 e might not be a normal number.
 template <class Real>
 Real scale_left(const AttentionParams& p, Real scale) {
-  return changes_logits(p) || scale <= 0 ? Real(1) : scale;
+  const bool plain = Real(0x1p-60) < scale && scale < Real(0x1p+60);
+  return changes_logits(p) || !plain ? Real(1) : scale;
 }
 
 // From s, where scale · s = scale · q·k, of one panel to the logits: softcap, ALiBi, bias; -inf where a row does not

@@ -270,10 +270,12 @@ struct Exponent {
     return exponential2(__builtin_expect(far == 0, 1) ? near : _mm512_mask_mov_ps(near, far, exact(scores)));
   }
 
-  // The largest score of a row, of which the reference was made, gives 0.
+  // The largest score of a row, of which the reference was made, gives 0: its product must be rounded as it was there,
+  // which the compiler would not do if it saw the difference.
   __attribute__((noinline)) __m512 exact(__m512 scores) const {
-    const __m512 distance = _mm512_sub_ps(_mm512_mul_ps(scores, scale), reference);
-    return _mm512_fmsub_ps(distance, _mm512_set1_ps(kLog2E), more);
+    __m512 logits = _mm512_mul_ps(scores, scale);
+    asm("" : "+v"(logits));
+    return _mm512_fmsub_ps(_mm512_sub_ps(logits, reference), _mm512_set1_ps(kLog2E), more);
   }
 };
 
@@ -299,7 +301,7 @@ inline __m512 largest(const float* scores, int64_t keys) {
 // far below. A row's result depends on nothing but the row.
 struct Weigher {
   static constexpr int64_t kFirstKeys = 32;
-  static constexpr float kMost = 65536;  // of the sum of a tile's weights
+  static constexpr float kMost = 4096;  // of the sum of a tile's weights: O shall not overflow sooner than it must
 
   float scale;  // from scores to logits
   __m512 reference;
