@@ -40,7 +40,7 @@ CXX_LAYERS: dict[str, set[str]] = {
     "gpu/ptx": {"common/host_device.h", "common/kernel_key.h"},
     "gpu/tile": {"common", "gpu/ptx"},  # .h: for the host, too
     "gpu/passes": {"common", "gpu/ptx", "gpu/tile"},
-    "gpu/mma_sync": {"common", "gpu/ptx", "gpu/tile", "gpu/families.h"},
+    "gpu/mma_sync": {"common", "gpu/ptx", "gpu/tile", "gpu/passes", "gpu/families.h"},
     "gpu/wgmma": {"common", "gpu/ptx", "gpu/tile", "gpu/families.h"},
     "gpu": {"common", "gpu/mma_sync/tiles.h", "gpu/tile/tile_order.h", "selected_kernels.def"},
     "binding": {"common", "cpu", "gpu/dispatch.h"},

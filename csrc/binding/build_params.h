@@ -2,8 +2,10 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
+#include <vector>
 
 #include "common/params.h"
 
@@ -43,6 +45,9 @@ struct Wanted {
 
 // x, copied if consecutive elements of its last dimension are not neighbours in memory.
 Tensor with_unit_stride(const Tensor& x);
+
+// A tensor on the device of `like`; of zeros, or of whatever was there.
+Tensor allocate(const Tensor& like, const std::vector<int64_t>& shape, torch::headeronly::ScalarType dtype, bool zeros);
 
 Forward build_forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                       const OptionalTensor& sink, const CallOptions& options);

@@ -16,19 +16,28 @@
 namespace flash {
 namespace {
 
+// The device of a call's tensors, made current, and the caller's stream on it.
+struct Here {
+  int32_t device;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;  // asking first costs less
+  void* stream = nullptr;
+
+  explicit Here(const Tensor& q) : device(q.get_device_index()) {
+    if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard.emplace(device);
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  }
+};
+
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, const OptionalTensor& bias,
                                            const OptionalTensor& sink, const CallOptions& options) {
-  const int32_t device = q.get_device_index();
-  std::optional<torch::stable::accelerator::DeviceGuard> guard;  // asking first costs less
-  if (torch::stable::accelerator::getCurrentDeviceIndex() != device) guard.emplace(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const Here here(q);
   q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v);
   const Forward call = build_forward(q, k, v, bias, sink, options);
   const FwdParams& params = call.params;
   const bool packed = params.rows_q.cu_seqlens.given();
-  const std::string problem = gpu::forward(params, packed ? options.max_seqlen_q : params.rows_q.rows,
-                                           packed ? options.max_seqlen_k : params.rows_k.rows, device, stream);
+  const std::string problem =
+      gpu::forward(params, packed ? options.max_seqlen_q : params.rows_q.rows,
+                   packed ? options.max_seqlen_k : params.rows_k.rows, here.device, here.stream);
   FLASH_CHECK(problem.empty(), "attention_forward: ", problem);
   return {call.out, call.lse, call.statistics};
 }
@@ -49,6 +58,51 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward_plain(Tensor q, Tensor k, T
                                                            bool causal, int64_t window_left, int64_t window_right,
                                                            bool upper_left, double softcap) {
   return forward(q, k, v, {}, {}, {softmax_scale, causal, window_left, window_right, upper_left, softcap});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
+    Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor statistics, OptionalTensor bias,
+    OptionalTensor sink, bool wants_dq, bool wants_dk, bool wants_dv, bool wants_dbias, bool wants_dsink,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, bool upper_left, double softcap,
+    double dropout_p, OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask,
+    OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+    OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k,
+    bool deterministic) {
+  using torch::headeronly::ScalarType;
+  const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
+                            dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
+                            max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+  const Here here(q);
+  q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v), dout = with_unit_stride(dout);
+  if (dlse.has_value()) dlse = torch::stable::contiguous(*dlse);
+  const Backward call = build_backward(dout, dlse, q, k, v, out, statistics, bias, sink, options,
+                                       {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
+  const BwdParams& params = call.params;
+  const bool packed = params.rows_q.cu_seqlens.given();
+  gpu::BwdPlan plan = gpu::plan_backward(params, packed ? max_seqlen_q : params.rows_q.rows,
+                                         packed ? max_seqlen_k : params.rows_k.rows, here.device);
+  FLASH_CHECK(plan.reason.empty(), "attention_backward: ", plan.reason);
+
+  BwdLaunch& launch = plan.launch;
+  const Tensor delta = allocate(q, {statistics.numel() / 2}, ScalarType::Float, false);
+  launch.delta = {delta.data_ptr(), params.reference.batch_stride, params.reference.head_stride};
+  const Tensor dq_sum = allocate(q, {wants_dq ? plan.memory.dq_sum : 0}, ScalarType::Float, true);
+  if (wants_dq) launch.dq_sum = static_cast<float*>(dq_sum.data_ptr());
+  const Tensor turns = allocate(q, {wants_dq && deterministic ? plan.memory.turns : 0}, ScalarType::Int, true);
+  if (turns.numel() > 0) launch.turns = static_cast<int*>(turns.data_ptr());
+  Tensor dbias = call.dbias;
+  const bool rounds_dbias = wants_dbias && params.dbias.dtype != DataType::kFloat32;
+  Tensor dbias_sum =
+      rounds_dbias ? allocate(q, {dbias.sizes().begin(), dbias.sizes().end()}, ScalarType::Float, false) : dbias;
+  if (wants_dbias) {
+    torch::stable::zero_(dbias_sum);
+    launch.dbias_sum = params.dbias;
+    launch.dbias_sum.data = dbias_sum.data_ptr();
+  }
+  const std::string problem = gpu::backward(params, plan, here.stream);
+  FLASH_CHECK(problem.empty(), "attention_backward: ", problem);
+  if (rounds_dbias) torch::stable::copy_(dbias, dbias_sum);
+  return {call.dq, call.dk, call.dv, dbias, call.dsink};
 }
 
 Tensor letters(const std::string& text) {
@@ -91,5 +145,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
+  m.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
   m.impl("attention_forward_plain", TORCH_BOX(&flash::attention_forward_plain));
 }

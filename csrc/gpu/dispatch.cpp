@@ -2,27 +2,51 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <iterator>
 #include <mutex>
+#include <span>
 
 namespace flash::gpu {
 namespace {
 
 using FwdFunction = int (*)(const FwdParams&, const FwdLaunch&, void*);
+using BwdFunction = int (*)(const BwdParams&, const BwdLaunch&, void*);
 
 // Every line of the table that this build selected.
-constexpr std::array kFwdKeys{
+constexpr KernelKey kFwdTable[] = {
 #define FWD(family, arch, dtype, head_dim, variant) KernelKey{Arch::arch, table::dtype, head_dim, Variant::variant},
+#define BWD(family, arch, dtype, head_dim, variant)
 #include "selected_kernels.def"
 #undef FWD
-};
-constexpr std::array<FwdFunction, kFwdKeys.size()> kFwdFunctions{
+#undef BWD
+    {}};  // so that there is one
+constexpr KernelKey kBwdTable[] = {
+#define FWD(family, arch, dtype, head_dim, variant)
+#define BWD(family, arch, dtype, head_dim, variant) KernelKey{Arch::arch, table::dtype, head_dim, Variant::variant},
+#include "selected_kernels.def"
+#undef FWD
+#undef BWD
+    {}};
+constexpr std::span kFwdKeys(kFwdTable, std::size(kFwdTable) - 1), kBwdKeys(kBwdTable, std::size(kBwdTable) - 1);
+constexpr FwdFunction kFwdFunctions[] = {
 #define FWD(family, arch, dtype, head_dim, variant) \
   &family::launch_fwd<KernelKey{Arch::arch, table::dtype, head_dim, Variant::variant}>,
+#define BWD(family, arch, dtype, head_dim, variant)
 #include "selected_kernels.def"
 #undef FWD
-};
+#undef BWD
+    nullptr};
+constexpr BwdFunction kBwdFunctions[] = {
+#define FWD(family, arch, dtype, head_dim, variant)
+#define BWD(family, arch, dtype, head_dim, variant) \
+  &family::launch_bwd<KernelKey{Arch::arch, table::dtype, head_dim, Variant::variant}>,
+#include "selected_kernels.def"
+#undef FWD
+#undef BWD
+    nullptr};
 
 std::atomic<int> capability_limit = 0, shared_limit = 0;
 
@@ -82,25 +106,56 @@ std::string describe(int device, const Card& card) {
 
 }  // namespace
 
+namespace {
+
+std::string no_kernel(const char* what, const Request& request, int device, const Card& card) {
+  return std::string("no ") + what + "kernel for " + name_of(request.dtype) + " and head dim " +
+         std::to_string(std::max(request.dim, request.dim_v)) + " on " + describe(device, card);
+}
+
+constexpr const char* kTooMany = "more rows or heads than one launch can cover";
+
+std::string describe_error(int error) {
+  if (error == cudaSuccess) return "";
+  return std::string("the launch failed: ") + cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+
+template <class Function>
+Function function_of(KernelKey key, std::span<const KernelKey> keys, const Function* functions) {
+  return functions[std::find(keys.begin(), keys.end(), key) - keys.begin()];
+}
+
+}  // namespace
+
 Plan plan(const Request& request, int device) {
   const Card card = card_of(device);
   if (std::optional<Choice> choice = choose_kernel(kFwdKeys, request, card)) return {choice, ""};
-  const int64_t dim = std::max(request.dim, request.dim_v);
-  return {std::nullopt, "no kernel for " + name_of(request.dtype) + " and head dim " + std::to_string(dim) + " on " +
-                            describe(device, card)};
+  return {std::nullopt, no_kernel("", request, device, card)};
 }
 
 std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream) {
   const Plan found = plan({params.dtype, params.dim, params.dim_v, variant_of(params), max_rows_k}, device);
   if (!found.choice) return found.reason;
   auto launch = make_launch(params, *found.choice, max_rows_q, card_of(device).l2_bytes);
-  if (!launch) return "more rows or heads than one launch can cover";
+  if (!launch) return kTooMany;
   if (launch->blocks == 0) return "";
   launch->device = device;
-  const auto key = std::find(kFwdKeys.begin(), kFwdKeys.end(), found.choice->key);
-  const int error = kFwdFunctions[key - kFwdKeys.begin()](params, *launch, stream);
-  if (error == cudaSuccess) return "";
-  return std::string("the launch failed: ") + cudaGetErrorString(static_cast<cudaError_t>(error));
+  return describe_error(function_of(found.choice->key, kFwdKeys, kFwdFunctions)(params, *launch, stream));
+}
+
+BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device) {
+  const Card card = card_of(device);
+  const Request request{params.dtype, params.dim, params.dim_v, bwd_variant_of(params), max_rows_k};
+  const std::optional<Choice> choice = choose_kernel(kBwdKeys, request, card, choose_bwd_tile);
+  if (!choice) return {choice, no_kernel("backward ", request, device, card), {}, {}};
+  auto launch = make_bwd_launch(params, *choice, max_rows_q, max_rows_k, card.l2_bytes);
+  if (!launch) return {choice, kTooMany, {}, {}};
+  launch->device = device;
+  return {choice, "", *launch, bwd_memory(*launch, params, *choice)};
+}
+
+std::string backward(const BwdParams& params, const BwdPlan& plan, void* stream) {
+  return describe_error(function_of(plan.choice->key, kBwdKeys, kBwdFunctions)(params, plan.launch, stream));
 }
 
 void limit_card(int capability, int block_shared) {

@@ -21,6 +21,20 @@ Plan plan(const Request& request, int device);
 // went wrong, or nothing. `max_rows_*`: of the longest sequence. The device must be current; nothing waits for it.
 std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream);
 
+// The launch of a backward, and the memory that it needs; or in a sentence why there is none.
+struct BwdPlan {
+  std::optional<Choice> choice;
+  std::string reason;
+  BwdLaunch launch;
+  BwdMemory memory;
+};
+
+BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device);
+
+// Writes the gradients of every real row; launch.delta and the sums must have their memory by now. Returns what went
+// wrong, or nothing.
+std::string backward(const BwdParams& params, const BwdPlan& plan, void* stream);
+
 // For tests: as if the card had no more than this capability and shared memory. 0: no limit.
 void limit_card(int capability, int block_shared);
 

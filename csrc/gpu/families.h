@@ -24,10 +24,33 @@ struct FwdLaunch {
   int64_t max_rows_q = 0;  // rows of a sequence that the grid covers
 };
 
+struct BwdLaunch {
+  TileOrder order;  // its row blocks are key blocks, counted from the last
+  uint32_t blocks = 0;
+  int device = 0;         // the current one
+  int tile = 0;           // index into the family's tiles of the key
+  int m_blocks = 0;       // row blocks of the longest sequence
+  int64_t group = 1;      // query heads of a key head
+  int64_t all_tiles = 0;  // row blocks of a head, of all sequences, in dq_sum
+  float scale = 1;        // of QKᵀ
+  float keep_scale = 1;   // of what dropout keeps
+  DropoutThreshold threshold;
+  bool vectorised_qk = false, vectorised_v = false, vectorised_dout = false, vectorised_out = false;
+  bool vectorised_dq = false, vectorised_dk = false, vectorised_dv = false;
+  int64_t max_rows_q = 0, max_rows_k = 0;  // rows of a sequence that the grids cover
+  // Memory of the call: delta = rowsum(dO ∘ O) - dLSE; and zeros for the rest.
+  RowArray delta;
+  float* dq_sum = nullptr;  // dQ / scale, in the order in which the threads hold it; null: not wanted
+  int* turns = nullptr;     // of each row block: how many key blocks have added to it; null: in any order
+  Broadcast dbias_sum;      // fp32
+};
+
 // Launches return a cudaError_t.
 namespace mma_sync {
 template <KernelKey kKey>
 int launch_fwd(const FwdParams& params, const FwdLaunch& launch, void* stream);
+template <KernelKey kKey>
+int launch_bwd(const BwdParams& params, const BwdLaunch& launch, void* stream);
 }  // namespace mma_sync
 
 }  // namespace flash

@@ -49,15 +49,26 @@ inline std::optional<int> choose_tile(KernelKey key, const Card& card, int64_t k
   return fits;
 }
 
+// The same of backward: the first that fits.
+inline std::optional<int> choose_bwd_tile(KernelKey key, const Card& card, int64_t /*keys*/) {
+  const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
+  for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].rows > 0; ++i)
+    if (tiles[i].shared_bytes(key.head_dim) + mma_sync::kStaticShared <= card.block_shared) return i;
+  return std::nullopt;
+}
+
+using ChooseTile = std::optional<int> (*)(KernelKey key, const Card& card, int64_t keys);
+
 // The newest architecture, then the smallest head dim, then the smallest variant that serve the request.
-inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, const Request& request, const Card& card) {
+inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, const Request& request, const Card& card,
+                                           ChooseTile choose = choose_tile) {
   const int64_t dim = std::max(request.dim, request.dim_v);
   std::optional<Choice> best;
   for (const KernelKey& key : table) {
     if (static_cast<int>(key.arch) > card.capability || key.dtype != request.dtype || key.head_dim < dim ||
         key.variant < request.variant)
       continue;
-    const std::optional<int> tile = choose_tile(key, card, request.keys);
+    const std::optional<int> tile = choose(key, card, request.keys);
     if (!tile) continue;
     const auto rank = [](const KernelKey& k) {
       return std::tuple(-static_cast<int>(k.arch), k.head_dim, static_cast<int>(k.variant));
@@ -114,6 +125,56 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
   launch.vectorised_v = is_vectorised(p.v, p.dim_v);
   launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.max_rows_q = max_rows_q;
+  return launch;
+}
+
+inline Variant bwd_variant_of(const BwdParams& p) {
+  return is_vectorised(p.dout, p.dim_v) ? variant_of(p) : Variant::biased;
+}
+
+// What backward needs beside its results.
+struct BwdMemory {
+  int64_t dq_sum = 0;  // floats
+  int64_t turns = 0;
+};
+
+inline BwdMemory bwd_memory(const BwdLaunch& launch, const BwdParams& p, Choice choice) {
+  const int64_t tiles = launch.all_tiles * p.heads;
+  const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice.key)[choice.tile];
+  return {tiles * tile.rows * choice.key.head_dim, tiles};
+}
+
+// `max_rows_*`: of the longest sequence. nullopt: more tiles than a grid can have, or rows than positions.
+inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choice, int64_t max_rows_q,
+                                                int64_t max_rows_k, int64_t l2_bytes) {
+  constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;
+  const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice.key)[choice.tile];
+  const int64_t key_heads = p.batch * p.heads_k, n_blocks = divide_up(max_rows_k, tile.keys);
+  const int64_t m_blocks = divide_up(max_rows_q, tile.rows);
+  constexpr int64_t kLeastRows = 16;  // of a block, in all launches
+  if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * n_blocks > kMostBlocks ||
+      p.batch * p.heads * divide_up(max_rows_q, kLeastRows) > kMostBlocks)
+    return std::nullopt;
+  BwdLaunch launch;
+  launch.order = TileOrder(static_cast<uint32_t>(n_blocks), static_cast<uint32_t>(p.heads_k),
+                           static_cast<uint32_t>(key_heads), head_group(p, l2_bytes));
+  launch.blocks = static_cast<uint32_t>(key_heads * n_blocks);
+  launch.tile = choice.tile;
+  launch.m_blocks = static_cast<int>(m_blocks);
+  launch.group = p.group();
+  launch.all_tiles = p.rows_q.cu_seqlens.given() ? p.rows_q.rows / tile.rows + p.batch : p.batch * m_blocks;
+  launch.scale = static_cast<float>(p.score.scale);
+  launch.keep_scale = static_cast<float>(p.dropout.keep_scale);
+  launch.threshold = DropoutThreshold(p.dropout.threshold);
+  launch.vectorised_qk = is_vectorised(p.q, p.dim) && is_vectorised(p.k, p.dim);
+  launch.vectorised_v = is_vectorised(p.v, p.dim_v);
+  launch.vectorised_dout = is_vectorised(p.dout, p.dim_v);
+  launch.vectorised_out = is_vectorised(p.out, p.dim_v);
+  launch.vectorised_dq = is_vectorised(p.dq, p.dim);
+  launch.vectorised_dk = is_vectorised(p.dk, p.dim);
+  launch.vectorised_dv = is_vectorised(p.dv, p.dim_v);
+  launch.max_rows_q = max_rows_q;
+  launch.max_rows_k = max_rows_k;
   return launch;
 }
 

@@ -63,6 +63,47 @@ static void test_every_request_fits() {
 
 // A card with less shared memory gets a smaller tile, or, in the end, an older kernel or none: never one that does not
 // fit.
+static void test_every_backward_fits() {
+  std::vector<KernelKey> keys;
+  for (int dim : kDims) {
+    keys.push_back({Arch::sm75, DataType::kFloat16, dim, Variant::biased});
+    for (Variant variant : {Variant::plain, Variant::dropout, Variant::biased})
+      keys.push_back({Arch::sm80, DataType::kBFloat16, dim, variant});
+  }
+  for (const Card& card : {kT4, kA100, kRtx3090, kH200, kRtx5090})
+    for (int64_t dim = 1; dim <= 256; ++dim)
+      for (Variant variant : kVariants) {
+        const DataType dtype = card.capability < 80 ? DataType::kFloat16 : DataType::kBFloat16;
+        const auto choice = choose_kernel(keys, {dtype, dim, dim, variant, 1000}, card, choose_bwd_tile);
+        EXPECT(choice && choice->key.variant >= variant);
+        const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice->key)[choice->tile];
+        EXPECT(tile.shared_bytes(choice->key.head_dim) + mma_sync::kStaticShared <= card.block_shared);
+      }
+}
+
+static void test_backward_launch() {
+  const KernelKey key{Arch::sm80, DataType::kBFloat16, 128, Variant::plain};
+  BwdParams p;
+  p.batch = 3, p.heads = 8, p.heads_k = 2, p.dim = p.dim_v = 128;
+  p.rows_q.rows = 1000, p.rows_k.rows = 500;
+  const Choice choice{key, 0};
+  const mma_sync::BwdTile tile = mma_sync::bwd_tiles(key)[0];
+  auto launch = make_bwd_launch(p, choice, 1000, 500, 40 << 20);
+  EXPECT(launch && launch->group == 4 && launch->blocks == 3 * 2 * divide_up(500, tile.keys));
+  EXPECT(launch->all_tiles == 3 * divide_up(1000, tile.rows));
+  EXPECT(bwd_memory(*launch, p, choice).dq_sum == launch->all_tiles * 8 * tile.rows * 128);
+  // Packed sequences: one block more than the rows fill is enough for each, and memory does not grow with the longest.
+  const int32_t cu[] = {0, 1, 1, 1000};
+  p.rows_q.cu_seqlens = {cu, false};
+  launch = make_bwd_launch(p, choice, 999, 500, 40 << 20);
+  EXPECT(launch->all_tiles == 1000 / tile.rows + 3);
+  for (int64_t b = 0; b < 3; ++b) {
+    const int64_t next = b + 1 < 3 ? cu[b + 1] / tile.rows + b + 1 : launch->all_tiles;
+    EXPECT(cu[b] / tile.rows + b + divide_up(cu[b + 1] - cu[b], tile.rows) <= next);
+  }
+  EXPECT(!make_bwd_launch(p, choice, int64_t{1} << 29, 500, 40 << 20));
+}
+
 static void test_less_shared_memory() {
   const std::vector<KernelKey> keys = all_keys();
   for (int dim : kDims) {
@@ -167,6 +208,8 @@ static void test_launch() {
 
 int main() {
   test_every_request_fits();
+  test_every_backward_fits();
+  test_backward_launch();
   test_less_shared_memory();
   test_smaller_tables();
   test_variant();

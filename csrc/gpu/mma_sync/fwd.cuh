@@ -8,18 +8,12 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
-
-#include "gpu/families.h"
+#include "gpu/mma_sync/launch.cuh"
 #include "gpu/mma_sync/products.cuh"
 #include "gpu/tile/epilogue.cuh"
 #include "gpu/tile/score.cuh"
 
 namespace flash::mma_sync {
-
-__device__ __forceinline__ const uint16_t* first_row_of(const Operand& x, const Rows& rows, int64_t head) {
-  return static_cast<const uint16_t*>(x.data) + x.offset(rows.batch, head, rows.first());
-}
 
 // Impossible lengths (nobody on the host has read them): nothing is computed, and NaN says so.
 template <int kThreads>
@@ -314,16 +308,9 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* stream) 
   constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim);
   const auto kernel = fwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, F::kTile.ctas>;
   static_assert(sizeof(Work) <= kStaticShared);
-  if (kSharedBytes + kStaticShared > 48 * 1024) {
-    // Once for each of the first 64 devices: it costs some microseconds.
-    static std::atomic<uint64_t> allowed{0};
-    const uint64_t bit = launch.device < 64 ? uint64_t{1} << launch.device : 0;
-    if ((allowed & bit) == 0) {
-      const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-      if (error != cudaSuccess) return error;
-      allowed |= bit;
-    }
-  }
+  static std::atomic<uint64_t> allowed{0};
+  if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
+    return error;
   kernel<<<launch.blocks, F::kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params, launch);
   return cudaGetLastError();
 }

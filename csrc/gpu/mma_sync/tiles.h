@@ -70,4 +70,40 @@ constexpr Tiles fwd_tiles(KernelKey key) {
   return {{{128, 96, 8, 1, false, 1, 4096, 2}, kPairs, kMorePairs, kSmall}};
 }
 
+// One CTA computes dK and dV of `keys` keys of a head, `rows` query rows at a time. `key_warps` of its warps share out
+// the keys, the others the rows (for S) and the columns (for dK and dV); `dq_row_warps` share out the rows of dQ.
+struct BwdTile {
+  int rows = 0, keys = 0, warps = 0, key_warps = 0, dq_row_warps = 0;
+  int stages = 1;  // buffers for a block of Q and dO
+  int ctas = 1;
+
+  constexpr int threads() const { return 32 * warps; }
+  constexpr int kv_bytes(int head_dim) const { return keys * head_dim * 2; }
+  constexpr int q_bytes(int head_dim) const { return rows * head_dim * 2; }
+  constexpr int score_bytes() const { return rows * keys * 2; }             // of P or dS
+  constexpr int statistics_bytes() const { return stages * 3 * rows * 4; }  // R, log2 ℓ, delta
+  constexpr int shared_bytes(int head_dim) const {
+    return 2 * kv_bytes(head_dim) + 2 * stages * q_bytes(head_dim) + 2 * score_bytes() + statistics_bytes();
+  }
+};
+
+using BwdTiles = std::array<BwdTile, 3>;
+
+constexpr BwdTiles bwd_tiles(KernelKey key) {
+  if (key.arch == Arch::sm75) {  // 64 KB
+    if (key.head_dim <= 64) return {{{64, 64, 4, 2, 2, 1}}};
+    if (key.head_dim <= 128) return {{{32, 64, 4, 2, 2, 1}}};
+    if (key.head_dim <= 192) return {{{32, 32, 4, 2, 2, 1}}};
+    return {{{32, 16, 2, 1, 1, 1}}};
+  }
+  if (key.head_dim <= 64) {
+    if (key.variant == Variant::dropout) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
+    return {{{128, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
+  }
+  if (key.head_dim <= 96) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 1}}};
+  if (key.head_dim <= 128) return {{{64, 128, 8, 4, 2, 2}, {64, 64, 8, 2, 2, 1}}};
+  if (key.head_dim <= 192) return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
+  return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
+}
+
 }  // namespace flash::mma_sync

@@ -37,6 +37,12 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
   return x;
 }
 
+__device__ __forceinline__ float2 load_shared_8(uint32_t shared) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ uint4 load_shared_16(uint32_t shared) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -51,9 +51,11 @@ __device__ __forceinline__ void scale_rows(float (&rO)[kM][kO][4], float own_fac
     }
 }
 
-// A warp's O (16 · kM rows from `first_row` of the tile) goes to `tile`, in the layout of Panels.
+// A warp's O (16 · kM rows from `first_row` of the tile, columns from 8 · first_chunk on) goes to `tile`, in the layout
+// of Panels.
 template <DataType kType, int kRows, int kHeadDim, int kM, int kO>
-__device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM][kO][4], int first_row, int lane) {
+__device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM][kO][4], int first_row, int lane,
+                                             int first_chunk = 0) {
   using Layout = Panels<kHeadDim>;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -62,7 +64,7 @@ __device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM
       const int row = first_row + 16 * m + 8 * half + lane / 4;
 #pragma unroll
       for (int n = 0; n < kO; ++n) {
-        const int panel = n / Layout::kChunks, chunk = n % Layout::kChunks;
+        const int panel = (first_chunk + n) / Layout::kChunks, chunk = (first_chunk + n) % Layout::kChunks;
         const uint32_t at = tile + panel * kRows * Layout::kRowBytes + Layout::offset(row, chunk) + lane % 4 * 4;
         ptx::store_shared_4(at, ptx::pack<kType>(rO[m][n][2 * half], rO[m][n][2 * half + 1]));
       }

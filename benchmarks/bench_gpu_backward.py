@@ -1,0 +1,110 @@
+"""Speed of the GPU backward beside torch's flash back end (FlashAttention-2, the same mma.sync instructions), in one
+process: bursts of some milliseconds in random order with idle gaps, CUDA events, medians.
+
+    python benchmarks/bench_gpu_backward.py [--quick] [--rounds 5] [--out benchmarks/results/gpu_backward.md]
+
+bf16, 16k tokens in all, heads · dim = 2048. FLOPs are counted as 10 · batch · heads · seqlen² · dim, half for causal,
+for everyone. Also: what dropout and determinism cost, and the peak of memory beside standard attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from bench_gpu_forward import DIMS, SEQLENS, TOKENS, WIDTH, clock_mhz, compare, inputs, plot, torch_flash
+from harness import RESULTS, header, table
+from torch import Tensor
+
+from flash_attn import flash_attn_func, standard_attention
+
+
+def backward_of(out: Tensor, operands: list[Tensor], dout: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(out, operands, dout, retain_graph=True)
+
+
+def measure(dim: int, causal: bool, seqlen: int, rounds: int) -> dict[str, float]:
+    """TFLOP/s of ours, also deterministic and with dropout, and of torch's."""
+    batch, heads = TOKENS // seqlen, WIDTH // dim
+    operands = [x.requires_grad_() for x in inputs(batch, seqlen, heads, dim)]
+    q, k, v = operands
+    dout = torch.randn_like(v)
+    flops = 10 * batch * heads * seqlen**2 * dim / (2 if causal else 1)
+    seed = torch.tensor([1, 2], device="cuda")
+
+    def ours(**options: object) -> Tensor:
+        return flash_attn_func(q, k, v, causal=causal, backend="mma_sync", **options)
+
+    calls = {
+        "torch": backward_of(torch_flash(q, k, v, causal)(), operands, dout.transpose(1, 2)),
+        "ours": backward_of(ours(), operands, dout),
+        "deterministic": backward_of(ours(deterministic=True), operands, dout),
+        "dropout": backward_of(ours(dropout_p=0.1, dropout_seed=seed), operands, dout),
+    }
+    return {name: flops / t / 1e12 for name, t in compare(calls, flops / 300e12, rounds).items()}
+
+
+def peak_mib(call: Callable[[], Tensor], operands: list[Tensor]) -> float:
+    """Memory that forward and backward take beside their inputs."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = call()
+    torch.autograd.grad(out, operands, torch.ones_like(out))
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def memory_rows() -> list[list[object]]:
+    rows = []
+    for seqlen in (1024, 2048, 4096, 8192, 16384, 32768):
+        operands = [
+            torch.randn(1, seqlen, 16, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3)
+        ]
+        row: list[object] = [seqlen, round(peak_mib(partial(flash_attn_func, *operands, dropout_p=0.1), operands), 1)]
+        if seqlen <= 8192:
+            row.append(round(peak_mib(partial(standard_attention, *operands, dropout_p=0.1), operands), 1))
+        else:
+            row.append("")
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_backward.md")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    random.seed(0)
+    rows, results, ratios = [], {}, []
+    for dim in DIMS:
+        for causal in (False, True):
+            cells = results[dim, causal] = {}
+            for seqlen in SEQLENS[::3] if arguments.quick else SEQLENS:
+                cell = cells[seqlen] = measure(dim, causal, seqlen, arguments.rounds)
+                ratios.append(cell["ours"] / cell["torch"])
+                numbers = [f"{cell['torch']:.0f}", f"{cell['ours']:.0f}", f"{ratios[-1]:.2f}"]
+                numbers += [f"{cell[name] / cell['ours']:.2f}" for name in ("deterministic", "dropout")]
+                rows.append([dim, "yes" if causal else "no", seqlen, *numbers, clock_mhz()])
+                print(*rows[-1], flush=True)
+    columns = ["dim", "causal", "seqlen", "torch flash", "ours", "ours / torch", "deterministic / not"]
+    columns += ["with dropout / without", "MHz after"]
+    text = header("GPU backward, bf16: TFLOP/s") + "\n" + table(columns, rows)
+    text += f"\nGeometric mean of ours / torch: {statistics.geometric_mean(ratios):.3f}; least: {min(ratios):.2f}.\n"
+    text += "\nPeak memory of forward and backward, MiB (batch 1, 16 heads, dim 64, fp16, dropout 0.1):\n\n"
+    text += table(["seqlen", "ours", "standard attention"], memory_rows())
+    text += "\n![TFLOP/s over sequence length](gpu_backward.png)\n"
+    print(text)
+    arguments.out.write_text(text)
+    plot(results, arguments.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+// What backward does row by row, around its main kernel: delta before it, the gradient of the sink, and dQ after it.
+#pragma once
+
+#include "common/sequence.h"
+#include "common/statistics.h"
+#include "gpu/ptx/math.cuh"
+
+namespace flash {
+
+// One row of a head: numbers that are read in the forward's statistics.
+__device__ __forceinline__ int64_t at(const RowArray& array, const Rows& rows, int64_t head, int64_t row) {
+  return array.offset(rows.batch, head, rows.first() + row);
+}
+
+// The (sequence, head, block of rows) of a CTA.
+struct RowBlock {
+  int64_t batch, head, first_row;
+
+  __device__ __forceinline__ RowBlock(int64_t blocks, int64_t heads, int rows) {
+    const int64_t index = blockIdx.x, of_head = index / blocks;
+    batch = of_head / heads, head = of_head % heads, first_row = index % blocks * rows;
+  }
+};
+
+inline constexpr int kRowsOfCta = 64, kRowThreads = 256;
+
+// delta = rowsum(dO ∘ O) - dLSE (paper, Algorithm 4, line 4, and the gradient of the LSE). A warp takes a row.
+template <DataType kType>
+__global__ void __launch_bounds__(kRowThreads)
+    delta_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ RowArray delta, int64_t blocks,
+                 bool vectorised) {
+  const RowBlock block(blocks, p.heads, kRowsOfCta);
+  const Rows rows = rows_of_sequence(p.rows_q, block.batch);
+  if (!rows_are_possible(p.rows_q, rows, block.batch, -1)) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int64_t row = block.first_row + warp; row < block.first_row + kRowsOfCta && row < rows.length;
+       row += kRowThreads / 32) {
+    const int64_t tensor_row = rows.first() + row;
+    const auto* dout = static_cast<const uint16_t*>(p.dout.data) + p.dout.offset(rows.batch, block.head, tensor_row);
+    const auto* out = static_cast<const uint16_t*>(p.out.data) + p.out.offset(rows.batch, block.head, tensor_row);
+    const auto product = [](uint32_t a, uint32_t b) {
+      return ptx::unpack_low<kType>(a) * ptx::unpack_low<kType>(b) +
+             ptx::unpack_low<kType>(a >> 16) * ptx::unpack_low<kType>(b >> 16);
+    };
+    float sum = 0;
+    if (vectorised) {
+      for (int64_t d = 8 * lane; d < p.dim_v; d += 256) {
+        const uint4 a = *reinterpret_cast<const uint4*>(dout + d), b = *reinterpret_cast<const uint4*>(out + d);
+        sum += product(a.x, b.x) + product(a.y, b.y) + (product(a.z, b.z) + product(a.w, b.w));
+      }
+    } else {
+      for (int64_t d = lane; d < p.dim_v; d += 32)
+        sum += ptx::unpack_low<kType>(dout[d]) * ptx::unpack_low<kType>(out[d]);
+    }
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    if (lane != 0) continue;
+    const bool empty = static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, block.head, row)] == -INFINITY;
+    if (p.dlse.data != nullptr) sum -= static_cast<const float*>(p.dlse.data)[at(p.dlse, rows, block.head, row)];
+    static_cast<float*>(delta.data)[at(delta, rows, block.head, row)] = empty ? 0.f : sum;
+  }
+}
+
+// dsink = -Σ P_sink · delta with P_sink = exp(sink - LSE): the sink is a logit like any other whose value row is zero.
+// A CTA takes a head, and adds in an order that is always the same.
+template <DataType>
+__global__ void __launch_bounds__(kRowThreads)
+    sink_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ RowArray delta) {
+  __shared__ double sums[kRowThreads];
+  const int64_t head = blockIdx.x;
+  const float sink = static_cast<const float*>(p.sink)[head];
+  double sum = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Rows rows = rows_of_sequence(p.rows_q, b);
+    if (!rows_are_possible(p.rows_q, rows, b, -1)) continue;
+    for (int64_t row = threadIdx.x; row < rows.length; row += kRowThreads) {
+      const RowStatistics<float> s{static_cast<const float*>(p.reference.data)[at(p.reference, rows, head, row)],
+                                   static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, head, row)]};
+      const float weight = exp2f((sink - s.reference) * kLog2E<float> - log2_sum_for_backward(s));
+      sum -= static_cast<double>(weight) * static_cast<const float*>(delta.data)[at(delta, rows, head, row)];
+    }
+  }
+  sums[threadIdx.x] = sum;
+  for (int half = kRowThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+  }
+  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[head] = static_cast<float>(sums[0]);
+}
+
+}  // namespace flash
