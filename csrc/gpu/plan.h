@@ -149,7 +149,8 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
                                                 int64_t max_rows_k, int64_t l2_bytes) {
   constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;
   const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice.key)[choice.tile];
-  const int64_t key_heads = p.batch * p.heads_k, n_blocks = divide_up(max_rows_k, tile.keys);
+  const int64_t key_heads = p.heads == 0 ? 0 : p.batch * p.heads_k;  // heads_k is 1 where there are no heads
+  const int64_t n_blocks = divide_up(max_rows_k, tile.keys);
   const int64_t m_blocks = divide_up(max_rows_q, tile.rows);
   constexpr int64_t kLeastRows = 16;  // of a block, in all launches
   if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * n_blocks > kMostBlocks ||

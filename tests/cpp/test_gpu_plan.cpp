@@ -102,6 +102,8 @@ static void test_backward_launch() {
     EXPECT(cu[b] / tile.rows + b + divide_up(cu[b + 1] - cu[b], tile.rows) <= next);
   }
   EXPECT(!make_bwd_launch(p, choice, int64_t{1} << 29, 500, 40 << 20));
+  p.heads = 0, p.heads_k = 1;
+  EXPECT(make_bwd_launch(p, choice, 999, 500, 40 << 20)->blocks == 0);
 }
 
 static void test_less_shared_memory() {

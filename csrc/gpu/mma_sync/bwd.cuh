@@ -110,46 +110,61 @@ __device__ __forceinline__ BwdWork make_bwd_work(const BwdParams& p, const BwdLa
   return work;
 }
 
-// S and dP of a warp become P (dropped, without dropout's factor) and dS, for dV and dK. `row_in_tile`: of this thread's
-// first query.
+// Where a warp's S and dP lie, for what becomes of them.
+struct GradientTile {
+  GradientPlace place;
+  int64_t head;
+  int row_in_tile;  // this thread's first query
+  bool any_far;     // QueryNumbers
+};
+
+// P of one element. `shift`, ...: of its query.
 template <class F>
+__device__ __forceinline__ float probability(float s, const BwdLaunch& launch, bool any_far, float shift,
+                                             float reference, float log2_sum) {
+  const float scale = F::kBiased ? 1.f : launch.scale;  // what s still lacks
+  float exponent = fmaf(s, scale * kLog2E<float>, -shift);
+  if (any_far && fabsf(reference) >= QueryNumbers::kFar)
+    exponent = fmaf(fmaf(s, scale, -reference), kLog2E<float>, -log2_sum);
+  return ptx::exp2_approximate(exponent);
+}
+
+// S and dP of a warp become P (dropped, without dropout's factor) and dS, for dV and dK. kClean: every row sees every
+// key, and no reference is far.
+template <class F, bool kClean>
 __device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
-                                                  const GradientPlace& place, const BwdParams& p,
-                                                  const BwdLaunch& launch, const BwdWork& work, int64_t head, int m,
-                                                  RowNumbers<F::kRows> numbers, int row_in_tile) {
-  const Range rows{int64_t{m} * F::kRows, min(work.rows, (m + 1) * F::kRows)};
-  const Range all = work.visibility.keys_of_all(rows);
-  const bool full = all.begin <= int64_t{work.n} * F::kKeys && int64_t{work.n + 1} * F::kKeys <= all.end;
+                                                  const GradientTile& tile, const BwdParams& p, const BwdLaunch& launch,
+                                                  const BwdWork& work, QueryTable<F::kRows> numbers,
+                                                  const GradientDropout<F::kM, F::kN>& dropout) {
+  const GradientPlace& place = tile.place;
   const DiagonalInterval diagonal(work.visibility, place.query);
   const LogitOptions<F::kKey.dtype> options{p,
                                             work.sequence,
-                                            head,
+                                            tile.head,
                                             static_cast<float>(p.score.softcap),
-                                            F::kBiased ? alibi_slope<float>(p.score, work.batch, head) : 0.f,
+                                            F::kBiased ? alibi_slope<float>(p.score, work.batch, tile.head) : 0.f,
                                             work.visibility.diagonal};
-  GradientDropout<F::kM, F::kN> dropout;
-  if constexpr (F::kDropout)
-    if (p.dropout.given())
-      dropout.draw(dropout_stream(p.dropout.seed, work.sequence.index, head), place, launch.threshold);
 #pragma unroll
   for (int n = 0; n < F::kN; ++n) {
-    const auto row = numbers.pair(row_in_tile + 8 * n);
+    const int row = tile.row_in_tile + 8 * n;
+    const float2 shifts = numbers.shifts(row), deltas = numbers.deltas(row);
+    const float2 references = kClean ? float2{} : numbers.references(row),
+                 sums = kClean ? float2{} : numbers.log2_sums(row);
 #pragma unroll
     for (int i = 0; i < F::kM * 4; ++i) {
-      const int block = i / 4, c = i % 4, column = c % 2;
-      const int key = place.key + 16 * block + c / 2 * 8, below = 8 * n + column;
+      const int block = i / 4, c = i % 4, column = c % 2, below = 8 * n + column;
+      const int key = place.key + 16 * block + c / 2 * 8;
       float &s = rS[block][n][c], &dp = rdP[block][n][c];
-      bool seen = full || (max(0, diagonal.begin + below) <= key && key < min(place.keys, diagonal.end + below));
-      float exponent, derivative = 1;
+      bool seen = true;
+      if constexpr (!kClean)
+        seen = max(0, diagonal.begin + below) <= key && key < min(place.keys, diagonal.end + below);
+      float derivative = 1;
       if constexpr (F::kBiased) {
-        const int query = place.query + below;
         s *= launch.scale;
-        seen = seen && query < place.rows && options.apply(s, derivative, query, key);
-        exponent = s - row.reference[column];
-      } else {
-        exponent = fmaf(s, launch.scale, -row.reference[column]);
+        seen = seen && place.query + below < place.rows && options.apply(s, derivative, place.query + below, key);
       }
-      float weight = ptx::exp2_approximate(fmaf(exponent, kLog2E<float>, -row.log2_sum[column]));
+      float weight = probability<F>(s, launch, !kClean, column ? shifts.y : shifts.x,
+                                    column ? references.y : references.x, column ? sums.y : sums.x);
       if (!seen) weight = 0;
       s = weight;
       if constexpr (F::kDropout)
@@ -158,19 +173,38 @@ __device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], 
           dp = kept ? dp * launch.keep_scale : 0.f;
           s = kept ? weight : 0.f;
         }
-      dp = weight * (dp - row.delta[column]);
+      dp = weight * (dp - (column ? deltas.y : deltas.x));
       if (!seen) dp = 0;  // dP may be NaN
       if constexpr (F::kBiased) {
         if (launch.dbias_sum.given() && seen)
-          atomicAdd(
+          ptx::add_global(
               static_cast<float*>(launch.dbias_sum.data) +
-                  launch.dbias_sum.offset(work.sequence.index, head, work.sequence.q.leftpad + place.query + below,
+                  launch.dbias_sum.offset(work.sequence.index, tile.head, work.sequence.q.leftpad + place.query + below,
                                           work.sequence.k.leftpad + key),
               dp);
         dp *= derivative;
       }
     }
   }
+}
+
+// The same, with what this tile needs.
+template <class F>
+__device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
+                                                  const GradientTile& tile, int m, const BwdParams& p,
+                                                  const BwdLaunch& launch, const BwdWork& work,
+                                                  QueryTable<F::kRows> numbers) {
+  const Range rows{int64_t{m} * F::kRows, min(work.rows, (m + 1) * F::kRows)};
+  const Range all = work.visibility.keys_of_all(rows);
+  const bool full = all.begin <= int64_t{work.n} * F::kKeys && int64_t{work.n + 1} * F::kKeys <= all.end;
+  GradientDropout<F::kM, F::kN> dropout;
+  if constexpr (F::kDropout)
+    if (p.dropout.given())
+      dropout.draw(dropout_stream(p.dropout.seed, work.sequence.index, tile.head), tile.place, launch.threshold);
+  if (!F::kBiased && full && !tile.any_far)
+    compute_gradients<F, true>(rS, rdP, tile, p, launch, work, numbers, dropout);
+  else
+    compute_gradients<F, false>(rS, rdP, tile, p, launch, work, numbers, dropout);
 }
 
 // The turn of a CTA among those that add to one row block of dQ.
@@ -224,9 +258,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   __syncthreads();  // `work` is there
 
   // Row block m of a query head: Q and dO to a stage, and the numbers of this thread's row.
-  struct Numbers {
-    float reference = 0, log2_sum = INFINITY, delta = 0;
-  };
   const auto copy_rows = [&](int64_t head, int m, int stage) {
     const Rows& rows = work.sequence.q;
     const uint32_t target = sQ + stage * 2 * F::kBytesQ;
@@ -237,46 +268,45 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     typename F::CopyQ(target + F::kBytesQ, dout, m * F::kRows, 0, work.rows).copy_all();
   };
   const auto read_numbers = [&](int64_t head, int m) {
-    Numbers numbers;
+    QueryNumbers numbers;
     const int row = m * F::kRows + static_cast<int>(threadIdx.x);
     if (static_cast<int>(threadIdx.x) < F::kRows && row < work.rows) {
       const Rows& rows = work.sequence.q;
       const RowStatistics<float> s{static_cast<const float*>(p.reference.data)[at(p.reference, rows, head, row)],
                                    static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, head, row)]};
-      numbers = {s.reference, log2_sum_for_backward(s),
-                 static_cast<const float*>(launch.delta.data)[at(launch.delta, rows, head, row)]};
+      numbers = {s, static_cast<const float*>(launch.delta.data)[at(launch.delta, rows, head, row)]};
     }
     return numbers;
   };
-  const auto store_numbers = [&](const Numbers& numbers, int stage) {
-    if (static_cast<int>(threadIdx.x) >= F::kRows) return;
-    const uint32_t target = sNumbers + (stage * 3 * F::kRows + threadIdx.x) * 4;
-    ptx::store_shared_4(target, __float_as_uint(numbers.reference));
-    ptx::store_shared_4(target + F::kRows * 4, __float_as_uint(numbers.log2_sum));
-    ptx::store_shared_4(target + 2 * F::kRows * 4, __float_as_uint(numbers.delta));
+  const auto table = [&](int stage) { return QueryTable<F::kRows>{sNumbers + stage * 4 * F::kRows * 4}; };
+  const auto store_numbers = [&](const QueryNumbers& numbers, int stage) {
+    if (static_cast<int>(threadIdx.x) < F::kRows) table(stage).store(threadIdx.x, numbers);
   };
 
   float rdK[F::kM][F::kO][4] = {}, rdV[F::kM][F::kO][4] = {};
   const int64_t first_head = work.head_k * launch.group;
   int64_t head = first_head;
   int m = work.m_begin, stage = 0;
-  bool more = m < work.m_end;
+  bool more = m < work.m_end, far = false;
   if (more) {
     copy_rows(head, m, 0);
-    store_numbers(read_numbers(head, m), 0);
+    const QueryNumbers numbers = read_numbers(head, m);
+    store_numbers(numbers, 0);
+    far = numbers.far();
   }
 
   // ---- Row blocks of all heads of the group ----
 #pragma unroll 1
   while (more) {
     F::CopyQ::wait();
-    __syncthreads();  // everybody's Q and dO are there, and nobody reads the last P and dS any more
+    // Everybody's Q and dO are there, and nobody reads the last P and dS any more.
+    const bool any_far = __syncthreads_or(far);
     int64_t next_head = head;
     int next_m = m + 1;
     if (next_m == work.m_end) next_m = work.m_begin, ++next_head;
     more = next_head < first_head + launch.group;
     const int next_stage = F::kStages == 2 ? stage ^ 1 : 0;
-    Numbers numbers;
+    QueryNumbers numbers;
     if (more) {
       numbers = read_numbers(next_head, next_m);
       if constexpr (F::kStages == 2) copy_rows(next_head, next_m, next_stage);
@@ -298,8 +328,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     // P and dS
     const GradientPlace place{work.n * F::kKeys + warp_key + lane / 4, m * F::kRows + warp_row + lane % 4 * 2,
                               work.keys, work.rows};
-    compute_gradients<F>(rS, rdP, place, p, launch, work, head, m,
-                         RowNumbers<F::kRows>{sNumbers + stage * 3 * F::kRows * 4}, warp_row + lane % 4 * 2);
+    const GradientTile tile{place, head, warp_row + lane % 4 * 2, any_far};
+    compute_gradients<F>(rS, rdP, tile, m, p, launch, work, table(stage));
     stage_output<kType, F::kKeys, F::kRows>(sP, rS, warp_key, lane, warp_row / 8);
     stage_output<kType, F::kKeys, F::kRows>(sdS, rdP, warp_key, lane, warp_row / 8);
     __syncthreads();  // everybody's P and dS are there
@@ -338,7 +368,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
             });
 #pragma unroll
         for (int i = 0; i < F::kDqM * F::kDqN * 4; ++i, target += F::kThreads)
-          atomicAdd(target, rdQ[i / (F::kDqN * 4)][i / 4 % F::kDqN][i % 4]);
+          ptx::add_global(target, rdQ[i / (F::kDqN * 4)][i / 4 % F::kDqN][i % 4]);
       }
       if (launch.turns != nullptr) end_turn(launch.turns + tile);
     }
@@ -347,6 +377,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if (more) copy_rows(next_head, next_m, 0);
     }
     if (more) store_numbers(numbers, next_stage);
+    far = numbers.far();
     head = next_head, m = next_m, stage = next_stage;
   }
 
@@ -375,7 +406,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   store(sV, p.dv, p.dim_v, launch.vectorised_dv);
 }
 
-// dQ = scale · dq_sum, one CTA a row block, with the threads as in the main kernel.
+// dQ = scale · dq_sum, one CTA a row block. Four lanes of the main kernel that share a row hold 8 columns, two each: a
+// thread takes all of them.
 template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     dq_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ BwdLaunch launch) {
@@ -384,28 +416,33 @@ __global__ void __launch_bounds__(kThreads)
   const Rows rows = rows_of_sequence(p.rows_q, block.batch);
   const int first_row = static_cast<int>(block.first_row);
   if (!rows_are_possible(p.rows_q, rows, block.batch, launch.max_rows_q) || first_row >= rows.length) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t tile =
       block.head * launch.all_tiles + first_row_tile<F::kRows>(p, launch, block.batch) + first_row / F::kRows;
-  const float* sum = launch.dq_sum + tile * (F::kRows * F::kHeadDim) + threadIdx.x;
+  const float* sums = launch.dq_sum + tile * (F::kRows * F::kHeadDim);
   auto* out = static_cast<uint16_t*>(p.dq.data) + p.dq.offset(rows.batch, block.head, rows.first());
-  const int row0 = first_row + warp % F::kTile.dq_row_warps * F::kDqRows + lane / 4;
-  const int column0 = warp / F::kTile.dq_row_warps * F::kDqColumns + lane % 4 * 2;
-  for (int part = 0; part < F::kDqParts; ++part)
+  constexpr int kQuads = F::kThreads / 4, kEights = F::kRows * F::kHeadDim / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kEights; i += kThreads) {
+    const int quad = i % kQuads, index = i / kQuads;  // [part][m16][n8][half]
+    const int half = index % 2, n = index / 2 % F::kDqN, m = index / 2 / F::kDqN % F::kDqM;
+    const int part = index / 2 / F::kDqN / F::kDqM, warp = quad / 8;
+    const int row = first_row + warp % F::kTile.dq_row_warps * F::kDqRows + 16 * m + 8 * half + quad % 8;
+    const int column = warp / F::kTile.dq_row_warps * F::kDqColumns + part * F::kDqAtOnce + 8 * n;
+    if (row >= rows.length || column >= p.dim) continue;
+    const auto* from = reinterpret_cast<const float4*>(sums + 2 * index * F::kThreads + 4 * quad);
+    const float4 even = from[0], odd = from[F::kThreads / 4];
+    const auto pair = [&](float a, float b) { return ptx::pack<kType>(launch.scale * a, launch.scale * b); };
+    const uint4 all{pair(even.x, odd.x), pair(even.y, odd.y), pair(even.z, odd.z), pair(even.w, odd.w)};
+    uint16_t* target = out + row * p.dq.row_stride + column;
+    if (launch.vectorised_dq) {
+      *reinterpret_cast<uint4*>(target) = all;
+    } else {
+      const uint32_t pairs[4] = {all.x, all.y, all.z, all.w};
 #pragma unroll
-    for (int i = 0; i < F::kDqM * F::kDqN * 2; ++i, sum += 2 * F::kThreads) {
-      const int row = row0 + i / (F::kDqN * 2) * 16 + i % 2 * 8;
-      const int column = column0 + part * F::kDqAtOnce + i / 2 % F::kDqN * 8;
-      const uint32_t pair = ptx::pack<kType>(launch.scale * sum[0], launch.scale * sum[F::kThreads]);
-      if (row >= rows.length) continue;
-      uint16_t* target = out + row * p.dq.row_stride + column;
-      if (launch.vectorised_dq && column < p.dim) {
-        *reinterpret_cast<uint32_t*>(target) = pair;
-      } else {
-        if (column < p.dim) target[0] = static_cast<uint16_t>(pair);
-        if (column + 1 < p.dim) target[1] = static_cast<uint16_t>(pair >> 16);
-      }
+      for (int d = 0; d < 8; ++d)
+        if (column + d < p.dim) target[d] = static_cast<uint16_t>(pairs[d / 2] >> (16 * (d % 2)));
     }
+  }
 }
 
 template <KernelKey kKey, int kTile>
@@ -415,7 +452,8 @@ int launch_bwd_tile(const BwdParams& params, const BwdLaunch& launch, void* give
   const auto blocks = static_cast<uint32_t>(params.batch * params.heads);
   if (launch.max_rows_q > 0 && blocks > 0) {
     const auto row_blocks = static_cast<uint32_t>(divide_up(launch.max_rows_q, kRowsOfCta));
-    delta_kernel<kKey.dtype><<<row_blocks * blocks, kRowThreads, 0, stream>>>(
+    constexpr int kLanes = F::kHeadDim <= 64 ? 8 : F::kHeadDim <= 128 ? 16 : 32;
+    delta_kernel<kKey.dtype, kLanes><<<row_blocks * blocks, kRowThreads, 0, stream>>>(
         params, launch.delta, row_blocks, launch.vectorised_dout && launch.vectorised_out);
   }
   if (params.dsink != nullptr && params.heads > 0)

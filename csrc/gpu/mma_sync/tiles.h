@@ -81,7 +81,7 @@ struct BwdTile {
   constexpr int kv_bytes(int head_dim) const { return keys * head_dim * 2; }
   constexpr int q_bytes(int head_dim) const { return rows * head_dim * 2; }
   constexpr int score_bytes() const { return rows * keys * 2; }             // of P or dS
-  constexpr int statistics_bytes() const { return stages * 3 * rows * 4; }  // R, log2 ℓ, delta
+  constexpr int statistics_bytes() const { return stages * 4 * rows * 4; }  // QueryNumbers
   constexpr int shared_bytes(int head_dim) const {
     return 2 * kv_bytes(head_dim) + 2 * stages * q_bytes(head_dim) + 2 * score_bytes() + statistics_bytes();
   }
@@ -97,11 +97,14 @@ constexpr BwdTiles bwd_tiles(KernelKey key) {
     return {{{32, 16, 2, 1, 1, 1}}};
   }
   if (key.head_dim <= 64) {
-    if (key.variant == Variant::dropout) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
+    if (key.variant >= Variant::dropout) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
     return {{{128, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
   }
   if (key.head_dim <= 96) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 1}}};
-  if (key.head_dim <= 128) return {{{64, 128, 8, 4, 2, 2}, {64, 64, 8, 2, 2, 1}}};
+  if (key.head_dim <= 128) {
+    if (key.variant == Variant::biased) return {{{64, 64, 8, 2, 2, 1}}};
+    return {{{64, 128, 8, 4, 2, 2}, {64, 64, 8, 2, 2, 1}}};
+  }
   if (key.head_dim <= 192) return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
   return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
 }

@@ -24,37 +24,39 @@ struct RowBlock {
 
 inline constexpr int kRowsOfCta = 64, kRowThreads = 256;
 
-// delta = rowsum(dO ∘ O) - dLSE (paper, Algorithm 4, line 4, and the gradient of the LSE). A warp takes a row.
-template <DataType kType>
+// delta = rowsum(dO ∘ O) - dLSE (paper, Algorithm 4, line 4, and the gradient of the LSE). kLanes lanes take a row.
+template <DataType kType, int kLanes>
 __global__ void __launch_bounds__(kRowThreads)
     delta_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ RowArray delta, int64_t blocks,
                  bool vectorised) {
   const RowBlock block(blocks, p.heads, kRowsOfCta);
   const Rows rows = rows_of_sequence(p.rows_q, block.batch);
   if (!rows_are_possible(p.rows_q, rows, block.batch, -1)) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int64_t row = block.first_row + warp; row < block.first_row + kRowsOfCta && row < rows.length;
-       row += kRowThreads / 32) {
-    const int64_t tensor_row = rows.first() + row;
-    const auto* dout = static_cast<const uint16_t*>(p.dout.data) + p.dout.offset(rows.batch, block.head, tensor_row);
-    const auto* out = static_cast<const uint16_t*>(p.out.data) + p.out.offset(rows.batch, block.head, tensor_row);
-    const auto product = [](uint32_t a, uint32_t b) {
-      return ptx::unpack_low<kType>(a) * ptx::unpack_low<kType>(b) +
-             ptx::unpack_low<kType>(a >> 16) * ptx::unpack_low<kType>(b >> 16);
-    };
+  const int lane = threadIdx.x % kLanes;
+#pragma unroll
+  for (int first = 0; first < kRowsOfCta; first += kRowThreads / kLanes) {
+    const int64_t row = block.first_row + first + threadIdx.x / kLanes, tensor_row = rows.first() + row;
     float sum = 0;
-    if (vectorised) {
-      for (int64_t d = 8 * lane; d < p.dim_v; d += 256) {
-        const uint4 a = *reinterpret_cast<const uint4*>(dout + d), b = *reinterpret_cast<const uint4*>(out + d);
-        sum += product(a.x, b.x) + product(a.y, b.y) + (product(a.z, b.z) + product(a.w, b.w));
+    if (row < rows.length) {
+      const auto* dout = static_cast<const uint16_t*>(p.dout.data) + p.dout.offset(rows.batch, block.head, tensor_row);
+      const auto* out = static_cast<const uint16_t*>(p.out.data) + p.out.offset(rows.batch, block.head, tensor_row);
+      const auto product = [](uint32_t a, uint32_t b) {
+        return ptx::unpack_low<kType>(a) * ptx::unpack_low<kType>(b) +
+               ptx::unpack_low<kType>(a >> 16) * ptx::unpack_low<kType>(b >> 16);
+      };
+      if (vectorised) {
+        for (int64_t d = 8 * lane; d < p.dim_v; d += 8 * kLanes) {
+          const uint4 a = *reinterpret_cast<const uint4*>(dout + d), b = *reinterpret_cast<const uint4*>(out + d);
+          sum += product(a.x, b.x) + product(a.y, b.y) + (product(a.z, b.z) + product(a.w, b.w));
+        }
+      } else {
+        for (int64_t d = lane; d < p.dim_v; d += kLanes)
+          sum += ptx::unpack_low<kType>(dout[d]) * ptx::unpack_low<kType>(out[d]);
       }
-    } else {
-      for (int64_t d = lane; d < p.dim_v; d += 32)
-        sum += ptx::unpack_low<kType>(dout[d]) * ptx::unpack_low<kType>(out[d]);
     }
 #pragma unroll
-    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-    if (lane != 0) continue;
+    for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
+    if (lane != 0 || row >= rows.length) continue;
     const bool empty = static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, block.head, row)] == -INFINITY;
     if (p.dlse.data != nullptr) sum -= static_cast<const float*>(p.dlse.data)[at(p.dlse, rows, block.head, row)];
     static_cast<float*>(delta.data)[at(delta, rows, block.head, row)] = empty ? 0.f : sum;

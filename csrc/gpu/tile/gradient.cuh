@@ -18,23 +18,39 @@ struct GradientPlace {
   int keys, rows;  // of the sequence
 };
 
-// R, log2 ℓ and delta of kRows queries in shared memory.
+// What the elements of one query share. P = exp2(S · c - shift): R · log2 e + log2 ℓ in one number, unless it is so large
+// that its rounding would show (`far`): then R is subtracted first, as in the forward.
+struct QueryNumbers {
+  float shift = INFINITY, delta = 0, reference = 0, log2_sum = INFINITY;  // of a row that is not there: P = 0
+
+  static constexpr float kFar = 1 << 20;
+
+  QueryNumbers() = default;
+  __device__ __forceinline__ QueryNumbers(RowStatistics<float> row, float delta_of_row)
+      : delta(delta_of_row), reference(row.reference), log2_sum(log2_sum_for_backward(row)) {
+    shift = fmaf(reference, kLog2E<float>, log2_sum);
+  }
+  __device__ __forceinline__ bool far() const { return fabsf(reference) >= kFar; }
+};
+
+// Those of kRows queries in shared memory, number by number.
 template <int kRows>
-struct RowNumbers {
+struct QueryTable {
   uint32_t shared;
 
-  struct Pair {
-    float reference[2], log2_sum[2], delta[2];
-  };
-
-  // Of the queries `row`, row + 1 of the tile; row is even.
-  __device__ __forceinline__ Pair pair(int row) const {
-    Pair x;
-    const float2 a = ptx::load_shared_8(shared + row * 4), b = ptx::load_shared_8(shared + (kRows + row) * 4);
-    const float2 c = ptx::load_shared_8(shared + (2 * kRows + row) * 4);
-    x.reference[0] = a.x, x.reference[1] = a.y, x.log2_sum[0] = b.x, x.log2_sum[1] = b.y;
-    x.delta[0] = c.x, x.delta[1] = c.y;
-    return x;
+  __device__ __forceinline__ void store(int row, const QueryNumbers& numbers) const {
+    const float all[4] = {numbers.shift, numbers.delta, numbers.reference, numbers.log2_sum};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) ptx::store_shared_4(shared + (i * kRows + row) * 4, __float_as_uint(all[i]));
+  }
+  // Of the queries row and row + 1; row is even.
+  __device__ __forceinline__ float2 shifts(int row) const { return ptx::load_shared_8(shared + row * 4); }
+  __device__ __forceinline__ float2 deltas(int row) const { return ptx::load_shared_8(shared + (kRows + row) * 4); }
+  __device__ __forceinline__ float2 references(int row) const {
+    return ptx::load_shared_8(shared + (2 * kRows + row) * 4);
+  }
+  __device__ __forceinline__ float2 log2_sums(int row) const {
+    return ptx::load_shared_8(shared + (3 * kRows + row) * 4);
   }
 };
 
