@@ -134,8 +134,10 @@ def explain(
         index = q.device.index if q.device.index is not None else torch.cuda.current_device()
         variant = _ops.variant_of(problem, bias)
         plan = _ops.gpu_plan(index, q.dtype, dim, dim_v, variant, problem.max_seqlen_k)
-        name = f"mma_sync kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}; backward: PyTorch"
-        return Explanation(chosen, name, plan.tile, 1, 0, 0, refusals)
+        name = f"mma_sync kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}"
+        # Of backward: dq in fp32, and delta; both in whole blocks of rows.
+        backward = q.numel() // max(1, dim) * 4 * (plan.head_dim + 1)
+        return Explanation(chosen, name, plan.tile, 1, 0, backward, refusals)
     if chosen == "reference":
         tile = (min(reference.BLOCK_ROWS, problem.max_seqlen_q), min(reference.BLOCK_COLUMNS, problem.max_seqlen_k))
         together = 1 if problem.has_lengths else max(1, reference.TILE_ELEMENTS // max(1, heads * tile[0] * tile[1]))
