@@ -10,15 +10,26 @@ Real read(const RowArray& array, const Rows& q, int64_t head, int64_t i) {
 }
 
 // In eight sums, which the compiler can put into a vector.
-template <class Real, class LoadA, class LoadB>
-Real dot(const LoadA& a, const LoadB& b, int64_t n) {
+template <class Real>
+Real dot(const Real* a, const Real* b, int64_t n) {
   Real sums[8] = {}, rest = 0;
   int64_t i = 0;
   for (; i + 8 <= n; i += 8)
-    for (int64_t lane = 0; lane < 8; ++lane) sums[lane] += a(i + lane) * b(i + lane);
-  for (; i < n; ++i) rest += a(i) * b(i);
+    for (int64_t lane = 0; lane < 8; ++lane) sums[lane] += a[i + lane] * b[i + lane];
+  for (; i < n; ++i) rest += a[i] * b[i];
   for (const Real sum : sums) rest += sum;
   return rest;
+}
+
+// Of two rows of any type.
+template <class Real>
+Real dot_of_rows(DataType dtype, const Operand& a, int64_t offset_a, const Operand& b, int64_t offset_b, int64_t dim) {
+  Real sum = 0;
+  with_row<Real>(dtype, a, offset_a, dim, [&](int64_t first, int64_t count, const Real* x) {
+    with_row<Real>(dtype, b, offset_b + first, count,
+                   [&](int64_t again, int64_t some, const Real* y) { sum += dot(x + again, y, some); });
+  });
+  return sum;
 }
 
 // dsink = -Σ P_sink · delta with P_sink = exp(sink - LSE): the sink is a logit like any other whose value row is zero.
@@ -49,10 +60,8 @@ void prepare_pass(const BwdParams& p, const Sequences& sequences, const RowArray
       const int64_t row = q.first() + i;
       Real sum = 0;
       if (read<Real>(p.log2_sum, q, head, i) != -INFINITY) {
-        with_loader<Real>(p.dtype, p.dout.data, p.dout.offset(q.batch, head, row), [&](auto dout) {
-          with_loader<Real>(p.dtype, p.out.data, p.out.offset(q.batch, head, row),
-                            [&](auto out) { sum = dot<Real>(dout, out, p.dim_v); });
-        });
+        sum = dot_of_rows<Real>(p.dtype, p.dout, p.dout.offset(q.batch, head, row), p.out,
+                                p.out.offset(q.batch, head, row), p.dim_v);
         if (p.dlse.data != nullptr) sum -= read<Real>(p.dlse, q, head, i);
       }
       static_cast<Real*>(delta.data)[delta.offset(q.batch, head, row)] = sum;

@@ -92,6 +92,9 @@ struct MicroKernels {
   bool (*softmax_step)(const SoftmaxStep<Real>&);
   void (*gradient_step)(const GradientStep<Real>&);
 
+  // Elements of any type to Reals, and back, rounded to nearest, ties to even.
+  void (*load)(DataType, const void* from, int64_t count, Real* to);
+  void (*store)(DataType, const Real* from, int64_t count, void* to);
   // out[c][r] = factor · in[r][c]
   void (*transpose)(const Real* in, int64_t in_stride, int64_t rows, int64_t columns, Real factor, Real* out,
                     int64_t out_stride);

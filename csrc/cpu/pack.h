@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 #include <type_traits>
 
 #include "common/visibility.h"
@@ -26,6 +25,36 @@ RowOperand<Real> columns_in_place(const Operand& x, int64_t offset) {
   return {static_cast<const Real*>(x.data) + offset, kRowBlock, 1, x.row_stride, kLanes * x.row_stride};
 }
 
+// Elements of a row as Reals: where they are, or converted some at a time: use(first, count, elements). `first` is a
+// multiple of kLanes and of kRowBlock.
+inline constexpr int64_t kSomeElements = 480;
+
+template <class Real, class Use>
+void with_row(DataType dtype, const Operand& x, int64_t offset, int64_t dim, const Use& use) {
+  if (dtype == kNative<Real>) {
+    use(int64_t{0}, dim, static_cast<const Real*>(x.data) + offset);
+    return;
+  }
+  static_assert(kSomeElements % kLanes == 0 && kSomeElements % kRowBlock == 0);
+  Real converted[kSomeElements];
+  const auto* row = static_cast<const char*>(x.data) + offset * bytes_of(dtype);
+  for (int64_t first = 0; first < dim; first += kSomeElements) {
+    const int64_t some = std::min(kSomeElements, dim - first);
+    micro_kernels<Real>().load(dtype, row + first * bytes_of(dtype), some, converted);
+    use(first, some, static_cast<const Real*>(converted));
+  }
+}
+
+// Parts of 16 elements, `stride` apart, zero behind the last element.
+template <class Real>
+void put_in_parts(const Real* row, int64_t count, int64_t stride, Real* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= count; d += kLanes, to += stride)
+    for (int64_t i = 0; i < kLanes; ++i) to[i] = row[d + i];
+  if (d == count) return;
+  for (int64_t i = 0; i < kLanes; ++i) to[i] = d + i < count ? row[d + i] : Real(0);
+}
+
 // Packs `rows` rows as A: [block][part of 16 elements][6][16]. Those outside `readable` are not read and become 0, as
 // do elements behind the last.
 template <class Real>
@@ -33,14 +62,12 @@ void pack_row_blocks(DataType dtype, const Operand& x, int64_t offset, Range rea
                      Real* out) {
   const int64_t padded = round_up(dim, kLanes);
   if (readable.begin > 0 || readable.end < rows) std::fill(out, out + round_up(rows, kRowBlock) * padded, Real(0));
-  for (int64_t r = readable.begin; r < readable.end; ++r)
-    with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
-      Real* to = out + r / kRowBlock * kRowBlock * padded + r % kRowBlock * kLanes;
-      int64_t d = 0;
-      for (; d + kLanes <= dim; d += kLanes, to += kRowBlock * kLanes)
-        for (int64_t i = 0; i < kLanes; ++i) to[i] = load(d + i);
-      for (int64_t i = 0; d + i < padded; ++i) to[i] = d + i < dim ? load(d + i) : Real(0);
+  for (int64_t r = readable.begin; r < readable.end; ++r) {
+    Real* to = out + r / kRowBlock * kRowBlock * padded + r % kRowBlock * kLanes;
+    with_row<Real>(dtype, x, offset + r * x.row_stride, dim, [&](int64_t first, int64_t count, const Real* row) {
+      put_in_parts(row, count, kRowBlock * kLanes, to + first * kRowBlock);
     });
+  }
 }
 template <class Real>
 RowOperand<Real> packed_rows(const Real* data, int64_t dim) {
@@ -53,12 +80,12 @@ void pack_column_blocks(DataType dtype, const Operand& x, int64_t offset, Range 
                         Real* out) {
   if (readable.begin > 0 || readable.end < rows) std::fill(out, out + rows * round_up(dim, kRowBlock), Real(0));
   for (int64_t r = readable.begin; r < readable.end; ++r)
-    with_loader<Real>(dtype, x.data, offset + r * x.row_stride, [&](auto load) {
-      Real* to = out + r * kRowBlock;
+    with_row<Real>(dtype, x, offset + r * x.row_stride, dim, [&](int64_t first, int64_t count, const Real* row) {
+      Real* to = out + first * rows + r * kRowBlock;
       int64_t d = 0;
-      for (; d + kRowBlock <= dim; d += kRowBlock, to += rows * kRowBlock)
-        for (int64_t i = 0; i < kRowBlock; ++i) to[i] = load(d + i);
-      for (int64_t i = 0; d + i < dim; ++i) to[i] = load(d + i);
+      for (; d + kRowBlock <= count; d += kRowBlock, to += rows * kRowBlock)
+        for (int64_t i = 0; i < kRowBlock; ++i) to[i] = row[d + i];
+      for (int64_t i = 0; d + i < count; ++i) to[i] = row[d + i];
     });
 }
 template <class Real>
@@ -70,34 +97,14 @@ RowOperand<Real> packed_columns(const Real* data, int64_t rows) {
 template <class Real>
 void pack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, int64_t capacity,
                      Real* out) {
-  with_loader<Real>(dtype, x.data, offset, [&](auto load) {
-    for (int64_t r = 0; r < rows; ++r) {
-      Real* to = out + r * kLanes;
-      const int64_t row = r * x.row_stride;
-      int64_t d = 0;
-      for (; d + kLanes <= dim; d += kLanes, to += capacity * kLanes)
-        for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = load(row + d + lane);
-      if (d == dim) continue;
-      for (int64_t lane = 0; lane < kLanes; ++lane) to[lane] = d + lane < dim ? load(row + d + lane) : Real(0);
-    }
-  });
+  for (int64_t r = 0; r < rows; ++r)
+    with_row<Real>(dtype, x, offset + r * x.row_stride, dim, [&](int64_t first, int64_t count, const Real* row) {
+      put_in_parts(row, count, capacity * kLanes, out + first * capacity + r * kLanes);
+    });
 }
 
 // Rows that are no array of Reals are converted some at a time.
 inline constexpr int64_t kConvertRows = kLanes, kConvertColumns = 64;
-
-// out[c][lane] = factor · element c of row `lane`, in one panel; convert(row, first, count, to) gives `count` elements.
-template <class Real, class Convert>
-void lanes_from_rows(int64_t rows, int64_t columns, Real factor, const Convert& convert, Real* out) {
-  Real converted[kConvertRows * kConvertColumns];
-  for (int64_t r = 0; r < rows; r += kConvertRows)
-    for (int64_t c = 0; c < columns; c += kConvertColumns) {
-      const int64_t some_rows = std::min(kConvertRows, rows - r), some = std::min(kConvertColumns, columns - c);
-      for (int64_t n = 0; n < some_rows; ++n) convert(r + n, c, some, converted + n * kConvertColumns);
-      micro_kernels<Real>().transpose(converted, kConvertColumns, some_rows, some, factor, out + c * kLanes + r,
-                                      kLanes);
-    }
-}
 
 // out[panel][d][lane] = factor · row `16 panel + lane` of the operand; lanes from `rows` on become 0.
 template <class Real>
@@ -109,12 +116,15 @@ void pack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows, 
       micro_kernels<Real>().transpose(static_cast<const Real*>(x.data) + offset, x.row_stride, some_lanes, dim, factor,
                                       out, kLanes);
     } else {
-      const auto convert = [&](int64_t row, int64_t first, int64_t count, Real* to) {
-        with_loader<Real>(dtype, x.data, offset + row * x.row_stride + first, [&](auto load) {
-          for (int64_t c = 0; c < count; ++c) to[c] = load(c);
-        });
-      };
-      lanes_from_rows(some_lanes, dim, factor, convert, out);
+      Real converted[kConvertRows * kConvertColumns];
+      const auto* rows_of_panel = static_cast<const char*>(x.data) + offset * bytes_of(dtype);
+      for (int64_t c = 0; c < dim; c += kConvertColumns) {
+        const int64_t some = std::min(kConvertColumns, dim - c);
+        for (int64_t n = 0; n < some_lanes; ++n)
+          micro_kernels<Real>().load(dtype, rows_of_panel + (n * x.row_stride + c) * bytes_of(dtype), some,
+                                     converted + n * kConvertColumns);
+        micro_kernels<Real>().transpose(converted, kConvertColumns, some_lanes, some, factor, out + c * kLanes, kLanes);
+      }
     }
     if (some_lanes < kLanes)
       for (int64_t d = 0; d < dim; ++d) std::fill(out + d * kLanes + some_lanes, out + (d + 1) * kLanes, Real(0));
@@ -135,9 +145,9 @@ void unpack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows
       micro_kernels<Real>().transpose(in + d * kLanes + r, kLanes, some, some_rows, Real(1), converted,
                                       kConvertColumns);
       for (int64_t n = 0; n < some_rows; ++n)
-        with_storer<Real>(dtype, x.data, offset + (r + n) * x.row_stride + d, [&](auto store) {
-          for (int64_t c = 0; c < some; ++c) store(c, converted[n * kConvertColumns + c]);
-        });
+        micro_kernels<Real>().store(
+            dtype, converted + n * kConvertColumns, some,
+            static_cast<char*>(x.data) + (offset + (r + n) * x.row_stride + d) * bytes_of(dtype));
     }
 }
 
@@ -145,22 +155,16 @@ void unpack_lanes(DataType dtype, const Operand& x, int64_t offset, int64_t rows
 template <class Real>
 void unpack_row_panels(DataType dtype, const Operand& x, int64_t offset, int64_t rows, int64_t dim, Real factor,
                        const Real* in, int64_t panel_stride) {
-  with_storer<Real>(dtype, x.data, offset, [&](auto store) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t row = r * x.row_stride;
-      const Real* from = in + r * kLanes;
-      for (int64_t d = 0; d < dim; d += kLanes, from += panel_stride) {
-        const int64_t some = std::min(kLanes, dim - d);
-        if (factor == 0) {
-          for (int64_t lane = 0; lane < some; ++lane) store(row + d + lane, Real(0));
-        } else if (some == kLanes) {
-          for (int64_t lane = 0; lane < kLanes; ++lane) store(row + d + lane, factor * from[lane]);
-        } else {
-          for (int64_t lane = 0; lane < some; ++lane) store(row + d + lane, factor * from[lane]);
-        }
-      }
+  Real scaled[kSomeElements];
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t first = 0; first < dim; first += kSomeElements) {
+      const int64_t some = std::min(kSomeElements, dim - first);
+      const Real* from = in + first / kLanes * panel_stride + r * kLanes;
+      for (int64_t d = 0; d < some; d += kLanes, from += panel_stride)  // whole panels: their ends are never read
+        for (int64_t lane = 0; lane < kLanes; ++lane) scaled[d + lane] = factor == 0 ? Real(0) : factor * from[lane];
+      micro_kernels<Real>().store(dtype, scaled, some,
+                                  static_cast<char*>(x.data) + (offset + r * x.row_stride + first) * bytes_of(dtype));
     }
-  });
 }
 
 }  // namespace flash::cpu

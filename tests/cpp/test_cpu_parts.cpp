@@ -1,4 +1,6 @@
 // Parts of csrc/cpu that the ops cannot show alone: conversions, micro-kernels, dropout of any place, the work list.
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -197,6 +199,37 @@ static void test_softcap(double tolerance) {
   }
 }
 
+// Every 16-bit number to Reals and back, as the scalar functions convert it, and what lies between two of them.
+template <class Real>
+static void test_types() {
+  for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16}) {
+    const bool half = dtype == DataType::kFloat16;
+    std::vector<uint16_t> bits(65536), back(65536);
+    for (size_t i = 0; i < bits.size(); ++i) bits[i] = static_cast<uint16_t>(i);
+    std::vector<Real> reals(65536), between(65536);
+    for (int64_t first = 0; first < 65536; first += 53) {
+      const int64_t some = std::min<int64_t>(53, 65536 - first);
+      micro_kernels<Real>().load(dtype, bits.data() + first, some, reals.data() + first);
+    }
+    const auto same = [](float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); };
+    for (int64_t i = 0; i < 65536; ++i) {
+      const float exact = half ? from_fp16(bits[i]) : from_bf16(bits[i]);
+      EXPECT(same(static_cast<float>(reals[i]), exact));
+      const uint32_t word = std::bit_cast<uint32_t>(exact);
+      between[i] = std::bit_cast<float>(word + (half ? 0x0FFFu : 0x7FFFu) + static_cast<uint32_t>(i % 3));
+    }
+    for (const auto* x : {&reals, &between}) {
+      for (int64_t first = 0; first < 65536; first += 53)
+        micro_kernels<Real>().store(dtype, x->data() + first, std::min<int64_t>(53, 65536 - first),
+                                    back.data() + first);
+      for (int64_t i = 0; i < 65536; ++i) {
+        const auto value = static_cast<float>((*x)[i]);
+        EXPECT(back[i] == (half ? to_fp16(value) : to_bf16(value)));
+      }
+    }
+  }
+}
+
 // Every 16-bit number, and rows that are not there.
 template <class Real>
 static void test_bias() {
@@ -300,6 +333,8 @@ int main() {
     test_softmax_step<double>(2e-15);
     test_softcap<float>(6e-7);
     test_softcap<double>(2e-15);
+    test_types<float>();
+    test_types<double>();
     test_bias<float>();
     test_bias<double>();
     test_masks<float>();

@@ -89,6 +89,96 @@ struct Panels {
 
   static Vector absolute(Vector x) { return V::select(x < Vector{}, -x, x); }
 
+  // ---- Types ----
+
+  // Calls use(elements, first, count) with kWidth elements from `first` on in memory, where the last may be a copy.
+  template <int kBytes, class Use>
+  static void for_each_vector(const void* from, int64_t count, const Use& use) {
+    const auto* data = static_cast<const char*>(from);
+    alignas(64) char rest[kWidth * kBytes] = {};
+    int64_t i = 0;
+    for (; i + kWidth <= count; i += kWidth) use(data + i * kBytes, i, static_cast<int64_t>(kWidth));
+    if (i < count) use(copy_bytes(rest, data + i * kBytes, (count - i) * kBytes), i, count - i);
+  }
+
+  template <class Element>
+  static Vector from_elements(const char* at) {
+    typename VectorOf<Element, kWidth * sizeof(Element)>::Type x;
+    read(x, at);
+    return __builtin_convertvector(x, Vector);
+  }
+  template <DataType kType>
+  static Vector from_half_elements(const char* at) {
+    typename VectorOf<uint16_t, kWidth * 2>::Type x;
+    read(x, at);
+    return from_halves<kType>(__builtin_convertvector(x, Words32));
+  }
+
+  static void load(DataType type, const void* from, int64_t count, Real* to) {
+    const auto put = [to](Vector x, int64_t first, int64_t some) {
+      if (some == kWidth) return V::store(to + first, x);
+      for (int64_t i = 0; i < some; ++i) to[first + i] = x[i];
+    };
+    switch (type) {
+      case DataType::kFloat64:
+        return for_each_vector<8>(from, count, [&](auto at, auto i, auto n) { put(from_elements<double>(at), i, n); });
+      case DataType::kFloat32:
+        return for_each_vector<4>(from, count, [&](auto at, auto i, auto n) { put(from_elements<float>(at), i, n); });
+      case DataType::kFloat16:
+        return for_each_vector<2>(
+            from, count, [&](auto at, auto i, auto n) { put(from_half_elements<DataType::kFloat16>(at), i, n); });
+      case DataType::kBFloat16:
+        return for_each_vector<2>(
+            from, count, [&](auto at, auto i, auto n) { put(from_half_elements<DataType::kBFloat16>(at), i, n); });
+    }
+  }
+
+  static Words32 either(Words32 condition, Words32 a, Words32 b) { return (condition & a) | (~condition & b); }
+
+  // As to_fp16 and to_bf16 of cpu/convert.h.
+  template <DataType kType>
+  static Words32 to_halves(Vector x) {
+    const Words32 bits = (Words32) __builtin_convertvector(x, Floats), size = bits & 0x7FFFFFFFu;
+    const auto is_nan = (Words32)(size > 0x7F800000u);
+    if constexpr (kType == DataType::kBFloat16)
+      return either(is_nan, (bits >> 16) | 0x0040u, (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+    const Words32 normal = (size - (112u << 23) + 0x0FFFu + ((size >> 13) & 1u)) >> 13;  // may carry into Inf: right
+    const Words32 small = (Words32)((Floats)size + 0.5f) - 0x3F000000u;  // the addition rounds at fp16's last place
+    const Words32 large = either(is_nan, Words32{} + 0x7E00u, Words32{} + 0x7C00u);
+    const Words32 finite = either((Words32)(size < 0x38800000u), small, normal);
+    return ((bits >> 16) & 0x8000u) | either((Words32)(size >= 0x47800000u), large, finite);
+  }
+
+  template <DataType kType>
+  static void store_halves(const Real* from, int64_t count, void* to) {
+    for_each_vector<sizeof(Real)>(from, count, [&](const char* at, int64_t first, int64_t some) {
+      Vector x;
+      read(x, at);
+      const auto halves = __builtin_convertvector(to_halves<kType>(x), typename VectorOf<uint16_t, kWidth * 2>::Type);
+      auto* out = static_cast<uint16_t*>(to) + first;
+      if (some == kWidth) {
+        std::memcpy(out, &halves, sizeof(halves));
+      } else {
+        for (int64_t i = 0; i < some; ++i) out[i] = halves[i];
+      }
+    });
+  }
+
+  static void store(DataType type, const Real* from, int64_t count, void* to) {
+    switch (type) {
+      case DataType::kFloat64:
+        for (int64_t i = 0; i < count; ++i) static_cast<double*>(to)[i] = from[i];
+        return;
+      case DataType::kFloat32:
+        for (int64_t i = 0; i < count; ++i) static_cast<float*>(to)[i] = static_cast<float>(from[i]);
+        return;
+      case DataType::kFloat16:
+        return store_halves<DataType::kFloat16>(from, count, to);
+      case DataType::kBFloat16:
+        return store_halves<DataType::kBFloat16>(from, count, to);
+    }
+  }
+
   static void transpose(const Real* in, int64_t in_stride, int64_t rows, int64_t columns, Real factor, Real* out,
                         int64_t out_stride) {
     int64_t r = 0;
@@ -358,8 +448,9 @@ template <class Real, int kVectorBytes, int kRows, int kVectors, int64_t kSlice>
 constexpr MicroKernels<Real> make_kernels(const char* name) {
   using V = Vectors<Real, kVectorBytes, kRows, kVectors, kSlice>;
   using P = Panels<Real, kVectorBytes, V>;
-  return {name,         V::multiply, V::softmax_step, V::gradient_step, P::transpose,     P::scale_lanes, P::softcap,
-          P::add_alibi, P::add_bias, P::hide_masked,  P::hide_outside,  P::dropout_panel, P::drop};
+  return {name,        V::multiply,    V::softmax_step, V::gradient_step, P::load,
+          P::store,    P::transpose,   P::scale_lanes,  P::softcap,       P::add_alibi,
+          P::add_bias, P::hide_masked, P::hide_outside, P::dropout_panel, P::drop};
 }
 
 }  // namespace
