@@ -28,10 +28,10 @@ def isa_objects(folder: Path) -> list[str]:
     return objects
 
 
-def run(program: str, others: list[str], folder: Path) -> None:
+def run(program: str, others: list[str], folder: Path, flags: list[str] = FLAGS, *arguments: str) -> None:
     binary = str(folder / "program")
-    subprocess.run([COMPILER, *FLAGS, str(ROOT / "tests" / "cpp" / program), *others, "-o", binary], check=True)
-    result = subprocess.run([binary], capture_output=True, text=True)
+    subprocess.run([COMPILER, *flags, str(ROOT / "tests" / "cpp" / program), *others, "-o", binary], check=True)
+    result = subprocess.run([binary, *arguments], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert int(result.stdout.split()[0]) > 1000
 
@@ -47,6 +47,23 @@ def test_cpu_parts(tmp_path: Path) -> None:
 def test_gpu_plan(tmp_path: Path) -> None:
     """Kernel, tile and order for cards with 48, 64, 99, 163 and 227 KB of shared memory: no GPU is needed."""
     run("test_gpu_plan.cpp", [], tmp_path)
+
+
+# Kernels as threads of the CPU; the folder's headers come before those of the same name in csrc.
+ON_CPU = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers"]
+ON_CPU += [f"-I{ROOT / 'tests' / 'cpp' / 'cuda_on_cpu'}", f"-I{ROOT / 'csrc'}", "-pthread"]
+
+
+def test_gpu_backward_on_the_cpu(tmp_path: Path) -> None:
+    """The GPU kernels' own code, every thread of a CTA a thread: no GPU is needed."""
+    run("test_gpu_backward.cpp", [], tmp_path, ON_CPU, "few")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ([], ["-g", "-fsanitize=thread"]), ids=("values", "barriers"))
+def test_gpu_backward_on_the_cpu_in_full(flags: list[str], tmp_path: Path) -> None:
+    """All tiles; and whether a barrier is missing, which ThreadSanitizer sees."""
+    run("test_gpu_backward.cpp", [], tmp_path, [*ON_CPU, *flags])
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")

@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   using F = Bwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
   constexpr KernelKey kKey = F::kKey;
   extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ __align__(16) uint8_t work_bytes[sizeof(BwdWork)];
+  static __shared__ __align__(16) uint8_t work_bytes[sizeof(BwdWork)];
   BwdWork& work = *reinterpret_cast<BwdWork*>(work_bytes);
   const uint32_t sK = ptx::shared_address(shared), sV = sK + F::kBytesKV;
   const uint32_t sQ = sV + F::kBytesKV;  // [stage][Q, dO]
@@ -445,6 +445,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+#if defined(__CUDACC__)  // not where kernels are compiled for the CPU, for tests
+
 template <KernelKey kKey, int kTile>
 int launch_bwd_tile(const BwdParams& params, const BwdLaunch& launch, void* given_stream) {
   using F = Bwd<kKey, kTile>;
@@ -484,6 +486,8 @@ int launch_bwd(const BwdParams& params, const BwdLaunch& launch, void* stream) {
     if (launch.tile == 2) return launch_bwd_tile<kKey, 2>(params, launch, stream);
   return cudaErrorInvalidValue;
 }
+
+#endif
 
 }  // namespace flash::mma_sync
 

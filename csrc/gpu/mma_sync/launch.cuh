@@ -15,6 +15,8 @@ __device__ __forceinline__ const uint16_t* first_row_of(const Operand& x, const 
   return static_cast<const uint16_t*>(x.data) + x.offset(rows.batch, head, rows.first());
 }
 
+#if defined(__CUDACC__)
+
 // Lets a kernel have more shared memory than 48 KB. Once for each of the first 64 devices, which `allowed` remembers: it
 // costs some microseconds.
 template <class Kernel>
@@ -26,5 +28,7 @@ cudaError_t allow_shared(Kernel kernel, int bytes, int device, std::atomic<uint6
   if (error == cudaSuccess) allowed |= bit;
   return error;
 }
+
+#endif
 
 }  // namespace flash::mma_sync

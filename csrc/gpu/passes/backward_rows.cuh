@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kRowThreads)
 template <DataType>
 __global__ void __launch_bounds__(kRowThreads)
     sink_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ RowArray delta) {
-  __shared__ double sums[kRowThreads];
+  static __shared__ double sums[kRowThreads];
   const int64_t head = blockIdx.x;
   const float sink = static_cast<const float*>(p.sink)[head];
   double sum = 0;
