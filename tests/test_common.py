@@ -54,16 +54,18 @@ ON_CPU = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-prag
 ON_CPU += [f"-I{ROOT / 'tests' / 'cpp' / 'cuda_on_cpu'}", f"-I{ROOT / 'csrc'}", "-pthread"]
 
 
-def test_gpu_backward_on_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_gpu_kernels_on_the_cpu(direction: str, tmp_path: Path) -> None:
     """The GPU kernels' own code, every thread of a CTA a thread: no GPU is needed."""
-    run("test_gpu_backward.cpp", [], tmp_path, ON_CPU, "few")
+    run(f"test_gpu_{direction}.cpp", [], tmp_path, ON_CPU, "few")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("flags", ([], ["-g", "-fsanitize=thread"]), ids=("values", "barriers"))
-def test_gpu_backward_on_the_cpu_in_full(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+def test_gpu_kernels_on_the_cpu_in_full(direction: str, flags: list[str], tmp_path: Path) -> None:
     """All tiles; and whether a barrier is missing, which ThreadSanitizer sees."""
-    run("test_gpu_backward.cpp", [], tmp_path, [*ON_CPU, *flags])
+    run(f"test_gpu_{direction}.cpp", [], tmp_path, [*ON_CPU, *flags])
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs binutils")

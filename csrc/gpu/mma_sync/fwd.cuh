@@ -113,13 +113,15 @@ using Pair = WarpPair<F::kM, F::kValueDepth>;
 // From this thread's largest scores to those of whole rows.
 template <class F>
 __device__ __forceinline__ void find_row_maxima(float (&maxima)[F::kM][2], const Pair<F>& pair) {
+  float own = 0;  // of the row that is this lane's to give
 #pragma unroll
   for (int i = 0; i < 2 * F::kM; ++i) {
     float& largest = maxima[i / 2][i % 2];
     largest = row_max_of(largest);
-    if constexpr (F::kSplit == 2) pair.give_number(largest, pair.lane / 4 + 8 * i);
+    if (pair.lane % 4 == i) own = largest;
   }
   if constexpr (F::kSplit == 2) {
+    pair.give_number(own, pair.lane / 4 + pair.lane % 4 * 8);
     pair.sync();
 #pragma unroll
     for (int i = 0; i < 2 * F::kM; ++i) {
@@ -168,7 +170,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   using F = Fwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
   using CopyKV = typename F::CopyKV;
   extern __shared__ __align__(1024) uint8_t shared[];
-  __shared__ __align__(16) uint8_t work_bytes[sizeof(Work)];  // bytes, because a Work would want to be constructed
+  static __shared__ __align__(16)
+      uint8_t work_bytes[sizeof(Work)];  // bytes, because a Work would want to be constructed
   Work& work = *reinterpret_cast<Work*>(work_bytes);
   const uint32_t sQ = ptx::shared_address(shared);
   const uint32_t sKV = sQ + F::kBytesQ;  // [stage][K, V]
@@ -302,6 +305,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   finish_tile<F>(p, launch, work, softmax, rO, unit, sQ, pair);
 }
 
+#if defined(__CUDACC__)  // not where kernels are compiled for the CPU, for tests
+
 template <KernelKey kKey, int kTile>
 int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* stream) {
   using F = Fwd<kKey, kTile>;
@@ -327,6 +332,8 @@ int launch_fwd(const FwdParams& params, const FwdLaunch& launch, void* stream) {
     if (launch.tile == 3) return launch_tile<kKey, 3>(params, launch, stream);
   return cudaErrorInvalidValue;
 }
+
+#endif
 
 }  // namespace flash::mma_sync
 

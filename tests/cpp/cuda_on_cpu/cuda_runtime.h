@@ -4,14 +4,15 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -45,12 +46,20 @@ inline constexpr int kMostThreads = 1024;
 // Of the CTA that runs.
 inline std::unique_ptr<std::barrier<>> cta;
 inline std::vector<std::unique_ptr<std::barrier<>>> warps;
+inline std::array<std::unique_ptr<std::barrier<>>, 16> named;  // made by whoever comes first
+inline std::mutex making;
 inline float exchanged[kMostThreads];
 inline std::atomic<bool> any;
 
 inline std::barrier<>& warp() { return *warps[threadIdx.x / 32]; }
 inline unsigned warp_begin() { return threadIdx.x / 32 * 32; }
 inline unsigned lane() { return threadIdx.x % 32; }
+
+inline std::barrier<>& named_barrier(int index, int threads) {
+  const std::lock_guard lock(making);
+  if (named[index] == nullptr) named[index] = std::make_unique<std::barrier<>>(threads);
+  return *named[index];
+}
 
 // Runs kernel() for every thread of every CTA; before_cta() comes before each CTA.
 template <class Kernel, class Before>
@@ -60,6 +69,7 @@ void launch(unsigned blocks, int threads, const Kernel& kernel, const Before& be
     any = false;
     cta = std::make_unique<std::barrier<>>(threads);
     warps.clear();
+    named = {};
     for (int w = 0; w < threads / 32; ++w) warps.push_back(std::make_unique<std::barrier<>>(32));
     std::vector<std::thread> all;
     for (int i = 0; i < threads; ++i)
