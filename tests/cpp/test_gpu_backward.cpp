@@ -209,11 +209,12 @@ int main(int argc, char** /*argv*/) {
   using enum Variant;
   constexpr Arch kAmpere = Arch::sm80, kTuring = Arch::sm75;
   const Options all{.causal = true, .softcap = 3, .dropout = 0.2, .bias = true, .mask = true};
-  test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64", {1, 2, 1, 150, 140, 64});
-  test<KernelKey{kAmpere, kBf16, 128, plain}>("dim 128", {1, 2, 1, 130, 140, 128}, {.left = 30, .deterministic = true});
+  test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64", {1, 2, 1, 150, 140, 64}, {.left = 60, .deterministic = true});
   test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 61, all options", {1, 2, 1, 70, 140, 61}, all);
   test<KernelKey{kTuring, kFp16, 64, biased}>("Turing, dim 64", {1, 1, 1, 70, 70, 64}, all);
   if (argc == 1) {
+    test<KernelKey{kAmpere, kBf16, 128, plain}>("dim 128", {1, 2, 1, 130, 140, 128},
+                                                {.left = 30, .deterministic = true});
     test<KernelKey{kAmpere, kBf16, 64, plain}, 1>("dim 64, less shared memory", {1, 1, 1, 70, 75, 64},
                                                   {.causal = true});
     test<KernelKey{kAmpere, kBf16, 128, dropout}>("dim 128, dropout", {1, 1, 1, 70, 140, 128}, {.dropout = 0.3});
