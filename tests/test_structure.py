@@ -103,7 +103,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "reference": {"problem", "dropout"},
     "from_lse": {"checks", "problem", "reference"},
     "higher_order": {"problem", "reference"},
-    "gpu": {"_ops", "problem", "reference"},
+    "gpu": {"_ops", "reference"},
     "autograd": {"problem", "dropout", "gpu", "higher_order", *BACKENDS},
     "dispatch": {"autograd", "checks", "problem", "softmax_dmask", *BACKENDS},
     "interface": {"dispatch", "checks", "problem"},
