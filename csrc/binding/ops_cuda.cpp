@@ -82,6 +82,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   gpu::BwdPlan plan = gpu::plan_backward(params, packed ? max_seqlen_q : params.rows_q.rows,
                                          packed ? max_seqlen_k : params.rows_k.rows, here.device);
   FLASH_CHECK(plan.reason.empty(), "attention_backward: ", plan.reason);
+  const bool sums_bias = wants_dbias && (params.bias_batch == 1 || params.bias_heads == 1 || params.bias_rows == 1 ||
+                                         params.bias_columns == 1);
+  FLASH_CHECK(
+      !deterministic || !sums_bias,
+      "attention_backward: the kernels add the gradient of a bias that broadcasts in any order; expand the bias, "
+      "or call it outside of torch.compile, where PyTorch code takes its place");
 
   BwdLaunch& launch = plan.launch;
   const Tensor delta = allocate(q, {statistics.numel() / 2}, ScalarType::Float, false);

@@ -103,9 +103,20 @@ inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
   return static_cast<uint32_t>(std::clamp<int64_t>(l2_bytes / 2 / head_bytes, 4, 32));
 }
 
+inline constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;  // of a sequence; of a grid
+
+// What launches of both directions say of the call.
+template <class Launch>
+void describe_inputs(Launch& launch, const AttentionParams& p) {
+  launch.scale = static_cast<float>(p.score.scale);
+  launch.keep_scale = static_cast<float>(p.dropout.keep_scale);
+  launch.threshold = DropoutThreshold(p.dropout.threshold);
+  launch.vectorised_qk = is_vectorised(p.q, p.dim) && is_vectorised(p.k, p.dim);
+  launch.vectorised_v = is_vectorised(p.v, p.dim_v);
+}
+
 // `max_rows_q`: the longest sequence of queries. nullopt: more tiles than a grid can have, or rows than positions.
 inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, int64_t max_rows_q, int64_t l2_bytes) {
-  constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;
   const mma_sync::Tile tile = mma_sync::fwd_tiles(choice.key)[choice.tile];
   const int64_t all_heads = p.batch * p.heads, m_blocks = divide_up(max_rows_q, tile.rows);
   const bool packed = p.rows_k.cu_seqlens.given();
@@ -118,11 +129,7 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
   launch.blocks = static_cast<uint32_t>(all_heads * m_blocks);
   launch.tile = choice.tile;
   launch.group = Divisor(static_cast<uint32_t>(p.group()));
-  launch.scale = static_cast<float>(p.score.scale);
-  launch.keep_scale = static_cast<float>(p.dropout.keep_scale);
-  launch.threshold = DropoutThreshold(p.dropout.threshold);
-  launch.vectorised_qk = is_vectorised(p.q, p.dim) && is_vectorised(p.k, p.dim);
-  launch.vectorised_v = is_vectorised(p.v, p.dim_v);
+  describe_inputs(launch, p);
   launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.max_rows_q = max_rows_q;
   return launch;
@@ -147,7 +154,6 @@ inline BwdMemory bwd_memory(const BwdLaunch& launch, const BwdParams& p, Choice 
 // `max_rows_*`: of the longest sequence. nullopt: more tiles than a grid can have, or rows than positions.
 inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choice, int64_t max_rows_q,
                                                 int64_t max_rows_k, int64_t l2_bytes) {
-  constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;
   const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice.key)[choice.tile];
   const int64_t key_heads = p.heads == 0 ? 0 : p.batch * p.heads_k;  // heads_k is 1 where there are no heads
   const int64_t n_blocks = divide_up(max_rows_k, tile.keys);
@@ -164,11 +170,7 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
   launch.m_blocks = static_cast<int>(m_blocks);
   launch.group = p.group();
   launch.all_tiles = p.rows_q.cu_seqlens.given() ? p.rows_q.rows / tile.rows + p.batch : p.batch * m_blocks;
-  launch.scale = static_cast<float>(p.score.scale);
-  launch.keep_scale = static_cast<float>(p.dropout.keep_scale);
-  launch.threshold = DropoutThreshold(p.dropout.threshold);
-  launch.vectorised_qk = is_vectorised(p.q, p.dim) && is_vectorised(p.k, p.dim);
-  launch.vectorised_v = is_vectorised(p.v, p.dim_v);
+  describe_inputs(launch, p);
   launch.vectorised_dout = is_vectorised(p.dout, p.dim_v);
   launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.vectorised_dq = is_vectorised(p.dq, p.dim);
