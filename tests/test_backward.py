@@ -392,3 +392,36 @@ def test_bias_gradient_of_many_terms(sizes, target):
         out, lse = function(bias)
         grads.append(torch.autograd.grad((out, lse), bias, (dout.to(out.dtype), dlse.to(lse.dtype)))[0])
     oracle.assert_no_worse_than_naive(*grads, name="dbias")
+
+
+@with_targets([Case(dtype=d, seqlen_q=n) for d in cases.NAMES for n in (4, 200)])
+def test_nan_of_rows_that_see_nothing_reaches_nothing(case: Case, target: Target):
+    """Their weights are zeros, which times NaN would be NaN: their dout, and on the CPU their q, count for nothing."""
+    shape = (1, case.seqlen_q, 1, 8)
+    q, k, v, dout = (torch.randn(shape).to(case.dtype).to(target.device) for _ in range(4))
+    bias = torch.zeros(1, 1, case.seqlen_q, case.seqlen_q, dtype=case.dtype, device=target.device)
+    mask = torch.ones(case.seqlen_q, case.seqlen_q, dtype=torch.bool, device=target.device)
+    mask[0] = False
+
+    def gradients(q: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+        out = flash_attn_func(*leaves[:3], bias=leaves[3], mask=mask, backend=target.backend)
+        return torch.autograd.grad(out, leaves, dout)
+
+    want = gradients(q, dout)
+    dout[:, 0] = math.nan
+    if target.backend == "auto":
+        q[:, 0] = math.nan
+    for found, expected in zip(gradients(q, dout), want, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", cases.NAMES)
+def test_keys_without_queries_get_zeros(dtype: torch.dtype):
+    """No query head, but key heads: nothing writes dk and dv, and memory that was used before is no zero."""
+    used = torch.full((2, 7, 1, 8), math.nan, dtype=dtype)
+    q = torch.randn(2, 5, 0, 8).to(dtype).requires_grad_()
+    k, v = (torch.randn(2, 7, 1, 8).to(dtype).requires_grad_() for _ in range(2))
+    out = flash_attn_func(q, k, v)
+    del used
+    assert all((x == 0).all() for x in torch.autograd.grad(out, (k, v), torch.ones_like(out)))

@@ -55,3 +55,22 @@ def test_huge_and_tiny_logits(instruction_set: str, options: dict[str, float]) -
     want, want_lse = flash_attn_func(*(x.double() for x in (q, k, v)), return_lse=True, backend="reference", **options)
     torch.testing.assert_close(out.double(), want, rtol=2**-8, atol=2**-8)
     torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", (1e4, 1e5))
+def test_gradient_of_a_bias_beside_huge_logits(instruction_set: str, size: float) -> None:
+    """Each row sees one key alone, so dS is 0: the statistics must be those of the scores that backward rebuilds."""
+    generator = torch.Generator().manual_seed(1)
+    q, k = (x.bfloat16() for x in torch.randn(2, 1, 9, 1, 33, generator=generator) * size)
+    v, dout = (x.bfloat16() for x in torch.randn(2, 1, 9, 1, 33, generator=generator))
+    bias = torch.randn(1, 1, 9, 9, generator=generator).bfloat16().requires_grad_()
+    (found,) = torch.autograd.grad(flash_attn_func(q, k, v, bias=bias), bias, dout)
+    assert found.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("scale, softcap", ((1e9, 1e-30), (1.0, 1e-39), (1.0, 1e-46), (0.0, 1e-46)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_tiny_softcap(instruction_set: str, dtype: torch.dtype, scale: float, softcap: float) -> None:
+    """scale / softcap is beyond fp32, and 0 times that is no number; all logits are 0."""
+    x = torch.zeros(1, 3, 1, 8, dtype=dtype)
+    assert (flash_attn_func(x, x, x + 1, softmax_scale=scale, softcap=softcap) == 1).all()

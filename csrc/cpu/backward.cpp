@@ -207,9 +207,9 @@ class MainPass {
   void run_tile(const HeadContext<Real>& head, Range rows, Range chunk, Range seen, const WorkerBuffers& buffers,
                 Real* dk, Real* dv, Real* slot) const {
     const GradientTile<Arithmetic>& tile = buffers.tile;
-    tile.load_queries(p_, delta_, head, rows);
-    const auto q_rows = tile.rows_of(p_.dtype, p_.q, head, rows, p_.dim, in_place_, tile.q_rows);
-    const auto dout_rows = tile.rows_of(p_.dtype, p_.dout, head, rows, p_.dim_v, in_place_, tile.dout_rows);
+    const auto sources = tile.load_queries(p_, delta_, head, rows);
+    const auto q_rows = tile.rows_of(p_.dtype, sources.q, rows, p_.dim, in_place_, tile.q_rows);
+    const auto dout_rows = tile.rows_of(p_.dtype, sources.dout, rows, p_.dim_v, in_place_, tile.dout_rows);
     const int64_t accumulator_panel = padded(chunk.size()) * kLanes, panels = divide_up(rows.size(), kLanes);
     bool first = true;
     for (int64_t n = 0; chunk.begin + n * size_.keys < chunk.end; ++n) {

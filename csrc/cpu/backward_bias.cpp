@@ -3,6 +3,7 @@
 // share an element, so nothing races and the sum is repeatable. The price is that S and dP are computed once more, and
 // only when the bias wants a gradient.
 #include "cpu/backward_passes.h"
+#include "cpu/bf16_arithmetic.h"
 #include "cpu/gradient_tile.h"
 
 namespace flash::cpu {
@@ -10,15 +11,19 @@ namespace {
 
 constexpr int64_t kBlockColumns = 1024;
 
-template <class Real>
+// The arithmetic is that of the forward, whose statistics belong to its scores and to no others.
+template <class Arithmetic>
 class BiasPass {
+  using Real = typename Arithmetic::Real;
+  using Element = typename Arithmetic::Element;
+
  public:
   BiasPass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool)
       : p_(p),
         sequences_(sequences),
         delta_(delta),
         pool_(pool),
-        size_(RealArithmetic<Real>::backward_tile(sequences.longest_q, sequences.longest_k)),
+        size_(Arithmetic::backward_tile(sequences.longest_q, sequences.longest_k)),
         block_rows_(p.bias_rows == 1 ? 1 : size_.rows),
         block_columns_(std::min(p.bias_columns, kBlockColumns)),
         workspace_(pool.threads, WorkerBuffers(nullptr, *this).reals) {}
@@ -36,6 +41,7 @@ class BiasPass {
           {row_block * block_rows_, std::min((row_block + 1) * block_rows_, p_.bias_rows)},
           {column_block * block_columns_, std::min((column_block + 1) * block_columns_, p_.bias_columns)},
       };
+      [[maybe_unused]] const typename Arithmetic::ThreadState state;
       run_block(block, WorkerBuffers(workspace_.piece(worker), *this));
     });
   }
@@ -47,15 +53,15 @@ class BiasPass {
   };
 
   struct WorkerBuffers {
-    GradientTile<RealArithmetic<Real>> tile;
-    Real *k_rows, *v_rows;
+    GradientTile<Arithmetic> tile;
+    Element *k_rows, *v_rows;
     double* sum;  // [row][column] of the block
     int64_t reals;
 
-    WorkerBuffers(Real* piece, const BiasPass& pass) : tile(piece, pass.p_, pass.size_) {
+    WorkerBuffers(Real* piece, const BiasPass& pass) : tile(piece, pass.p_, pass.size_, true) {
       Carver<Real> carve(piece == nullptr ? nullptr : piece + tile.reals);
-      k_rows = carve.take(RealArithmetic<Real>::key_elements(pass.size_.keys, pass.p_.dim));
-      v_rows = carve.take(RealArithmetic<Real>::key_elements(pass.size_.keys, pass.p_.dim_v));
+      k_rows = carve.template take_as<Element>(Arithmetic::key_elements(pass.size_.keys, pass.p_.dim));
+      v_rows = carve.template take_as<Element>(Arithmetic::key_elements(pass.size_.keys, pass.p_.dim_v));
       const int64_t doubles = pass.block_rows_ * pass.block_columns_;
       sum = reinterpret_cast<double*>(carve.take(doubles * static_cast<int64_t>(sizeof(double) / sizeof(Real))));
       reals = tile.reals + carve.used();
@@ -96,10 +102,10 @@ class BiasPass {
       for (int64_t n = seen.begin; n < seen.end; n += size_.keys) {
         const Range tile_keys = intersect({n, n + size_.keys}, seen);
         const int64_t head_k = head.head / p_.group(), row = k.first() + tile_keys.begin;
-        const auto pack = [&](const Operand& x, int64_t dim, Real* to) {
-          pack_row_blocks(p_.dtype, x, x.offset(k.batch, head_k, row), {0, tile_keys.size()}, tile_keys.size(), dim,
-                          to);
-          return packed_rows<Real>(to, dim);
+        const auto pack = [&](const Operand& x, int64_t dim, Element* to) {
+          Arithmetic::pack_key_rows(p_.dtype, x, x.offset(k.batch, head_k, row), {0, tile_keys.size()}, size_.keys, dim,
+                                    to);
+          return Arithmetic::key_rows(to, 0, size_.keys, dim);
         };
         buffers.tile.compute(p_, head, {tile_rows.begin, tile_rows.size(), tile_keys.begin, tile_keys.size()},
                              pack(p_.k, p_.dim, buffers.k_rows), pack(p_.v, p_.dim_v, buffers.v_rows));
@@ -137,7 +143,11 @@ class BiasPass {
 
 template <class Real>
 void bias_pass(const BwdParams& p, const Sequences& sequences, const RowArray& delta, const ThreadPool& pool) {
-  if (p.bias_batch * p.bias_heads * p.bias_rows * p.bias_columns > 0) BiasPass<Real>(p, sequences, delta, pool).run();
+  if (p.bias_batch * p.bias_heads * p.bias_rows * p.bias_columns == 0) return;
+  with_arithmetic(p, [&](auto arithmetic) {
+    if constexpr (std::is_same_v<typename decltype(arithmetic)::Real, Real>)
+      BiasPass<decltype(arithmetic)>(p, sequences, delta, pool).run();
+  });
 }
 
 template void bias_pass<float>(const BwdParams&, const Sequences&, const RowArray&, const ThreadPool&);

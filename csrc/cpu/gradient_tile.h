@@ -25,9 +25,12 @@ struct GradientTile {
   Element *q_rows, *dout_rows;    // copies for `outer`
   Element* operands;              // P and dS, where the arithmetic needs them in another type
   uint8_t* keep;
+  uint8_t *q_copy, *dout_copy;  // see Source
+  bool only_dlogits;            // P and dS are not wanted as operands
   int64_t reals;
 
-  GradientTile(Real* piece, const AttentionParams& p, TileSize tile_size) : size(tile_size) {
+  GradientTile(Real* piece, const AttentionParams& p, TileSize tile_size, bool only_dlogits_wanted = false)
+      : size(tile_size), only_dlogits(only_dlogits_wanted) {
     const int64_t elements = size.rows * size.keys;
     Carver<Real> carve(piece);
     scores = carve.take(elements);
@@ -42,19 +45,37 @@ struct GradientTile {
     dout_rows = carve.template take_as<Element>(Arithmetic::query_row_elements(size.rows, p.dim_v));
     operands = carve.template take_as<Element>(Arithmetic::gradient_elements(size));
     keep = carve.template take_as<uint8_t>(p.dropout.given() ? size.panel_elements() : 0);
+    q_copy = carve.template take_as<uint8_t>(size.rows * p.dim * bytes_of(p.dtype));
+    dout_copy = carve.template take_as<uint8_t>(size.rows * p.dim_v * bytes_of(p.dtype));
     reals = carve.used();
   }
 
-  void load_queries(const BwdParams& p, const RowArray& deltas, const HeadContext<Real>& head, Range rows) const {
+  // Q or dO of a tile's rows: where they are, or copied with zeros for rows that see nothing. Those contribute nothing,
+  // but a zero weight does not keep their NaN away.
+  struct Source {
+    Operand x;
+    int64_t offset;
+  };
+  struct Sources {
+    Source q, dout;
+  };
+
+  Sources load_queries(const BwdParams& p, const RowArray& deltas, const HeadContext<Real>& head, Range rows) const {
+    const int64_t panels = divide_up(rows.size(), kLanes);
+    const Sources sources = load_numbers(p, deltas, head, rows);
+    Arithmetic::pack_queries(p.dtype, sources.q.x, sources.q.offset, rows.size(), p.dim, p.score.scale, panels,
+                             q_lanes);
+    Arithmetic::pack_queries(p.dtype, sources.dout.x, sources.dout.offset, rows.size(), p.dim_v, 1, panels, dout_lanes);
+    return sources;
+  }
+
+  Sources load_numbers(const BwdParams& p, const RowArray& deltas, const HeadContext<Real>& head, Range rows) const {
     const Rows& q = head.sequence.q;
     const int64_t first = q.first() + rows.begin, panels = divide_up(rows.size(), kLanes);
-    Arithmetic::pack_queries(p.dtype, p.q, p.q.offset(q.batch, head.head, first), rows.size(), p.dim, p.score.scale,
-                             panels, q_lanes);
-    Arithmetic::pack_queries(p.dtype, p.dout, p.dout.offset(q.batch, head.head, first), rows.size(), p.dim_v, 1, panels,
-                             dout_lanes);
     const auto read = [&](const RowArray& array, int64_t r) {
       return static_cast<const Real*>(array.data)[array.offset(q.batch, head.head, first + r)];
     };
+    bool any_empty = false;
     for (int64_t r = 0; r < panels * kLanes; ++r) {
       // Lanes beyond the rows look like empty rows: P = 0.
       const bool is_row = r < rows.size();
@@ -63,15 +84,25 @@ struct GradientTile {
       reference[r] = row.reference;
       log2_sum[r] = log2_sum_for_backward(row);
       delta[r] = is_row ? read(deltas, r) : Real(0);
+      any_empty |= is_row && is_empty(r);
     }
+    const auto source = [&](const Operand& x, int64_t dim, uint8_t* copy) -> Source {
+      const int64_t offset = x.offset(q.batch, head.head, first), element = bytes_of(p.dtype);
+      if (!any_empty) return {x, offset};
+      const auto* from = static_cast<const uint8_t*>(x.data) + offset * element;
+      for (int64_t r = 0; r < rows.size(); ++r)
+        for (int64_t b = 0; b < dim * element; ++b)
+          copy[r * dim * element + b] = is_empty(r) ? uint8_t{0} : from[r * x.row_stride * element + b];
+      return {{copy, 0, dim, 0}, 0};
+    };
+    return {source(p.q, p.dim, q_copy), source(p.dout, p.dim_v, dout_copy)};
   }
 
-  // Rows of Q or dO (x), of the same queries, as an operand of `outer`.
-  QueryRows rows_of(DataType dtype, const Operand& x, const HeadContext<Real>& head, Range rows, int64_t dim,
-                    bool in_place, Element* copy) const {
-    const Rows& q = head.sequence.q;
-    const int64_t offset = x.offset(q.batch, head.head, q.first() + rows.begin);
-    return Arithmetic::query_rows(dtype, x, offset, rows.size(), dim, size.rows, in_place, copy);
+  bool is_empty(int64_t row) const { return log2_sum[row] == Real(INFINITY); }
+
+  // The same rows as an operand of `outer`.
+  QueryRows rows_of(DataType dtype, const Source& source, Range rows, int64_t dim, bool in_place, Element* copy) const {
+    return Arithmetic::query_rows(dtype, source.x, source.offset, rows.size(), dim, size.rows, in_place, copy);
   }
 
   void compute(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& tile, Keys k, Keys v) const {
@@ -79,7 +110,7 @@ struct GradientTile {
     Arithmetic::scores(k, size, tile.keys, p.dim, q_lanes, panels, scores, size.panel_elements());
     Arithmetic::scores(v, size, tile.keys, p.dim_v, dout_lanes, panels, dlogits, size.panel_elements());
     for (int64_t panel = 0; panel < panels; ++panel) compute_panel(p, head, tile.panel(panel), panel);
-    if (panels % 2 != 0 && panels < size.panels())  // blocks of bf16 depth hold two panels
+    if (!only_dlogits && panels % 2 != 0 && panels < size.panels())  // blocks of bf16 depth hold two panels
       Arithmetic::store_gradients(panels, tile.keys, nullptr, nullptr, operands, size);
   }
 
@@ -100,7 +131,7 @@ struct GradientTile {
     const int64_t lane = index * kLanes;
     const GradientStep<Real> step{
         panel.keys, s, ds, reference + lane, log2_sum + lane, delta + lane, static_cast<Real>(p.dropout.keep_scale)};
-    if (!p.dropout.given() && !capped) {
+    if (!p.dropout.given() && !capped && !only_dlogits) {
       Arithmetic::gradient_step(step, scale, index, operands, size);
       return;
     }
@@ -111,6 +142,7 @@ struct GradientTile {
       Real* x = derivative + at;
       for (int64_t i = 0; i < elements; ++i) x[i] *= ds[i];
     }
+    if (only_dlogits) return;
     Arithmetic::store_gradients(index, panel.keys, s, capped ? derivative + at : ds, operands, size);
   }
 };

@@ -210,8 +210,10 @@ struct Panels {
 
   // tanh = (e^2y - 1) / (e^2y + 1), with e^2y - 1 = 2^n · (e^r - 1) + (2^n - 1), which is as good for small y.
   static void softcap(int64_t count, Real scale, Real softcap, Real* scores, Real* derivative) {
-    const Vector cap = V::broadcast(softcap), factor = V::broadcast(scale / softcap), one = V::broadcast(Real(1)),
-                 two = V::broadcast(Real(2));
+    // Finite, because infinity times a score of 0 is no number; tanh does not tell the difference.
+    const Real ratio = scale == 0 ? Real(0) : scale / softcap, largest = Bits<Real>::kLargest;
+    const Vector factor = V::broadcast(ratio > largest ? largest : ratio < -largest ? -largest : ratio);
+    const Vector cap = V::broadcast(softcap), one = V::broadcast(Real(1)), two = V::broadcast(Real(2));
     const Vector most = V::broadcast(Real(Bits<Real>::kTanhIsOne));
     for (int64_t i = 0; i < count; i += kWidth) {
       const Vector y = factor * V::load(scores + i), size = absolute(y), x = two * V::select(size > most, most, size);

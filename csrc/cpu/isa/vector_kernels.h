@@ -22,6 +22,7 @@ struct Bits<float> {
   static constexpr float kLowest = -87.33654f, kHighest = 88.37626f;  // ln 2^-126; less than ln 2^127.5: n stays 127
   static constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;
   static constexpr int kDegree = 7;
+  static constexpr float kLargest = 3.40282347e38f;
   static constexpr float kTanhIsOne = 10;  // from here on tanh rounds to 1
   static constexpr float kRound =
       12582912.0f;  // 1.5 · 2^23: adding it rounds to an integer, which is left in the low bits
@@ -35,6 +36,7 @@ struct Bits<double> {
   static constexpr double kLowest = -708.39641853226408, kHighest = 709.43613930310391;
   static constexpr double kLn2High = 6.93147180369123816490e-01, kLn2Low = 1.90821492927058770002e-10;
   static constexpr int kDegree = 13;
+  static constexpr double kLargest = 1.7976931348623157e308;
   static constexpr double kTanhIsOne = 20;
   static constexpr double kRound = 6755399441055744.0;  // 1.5 · 2^52
 };
