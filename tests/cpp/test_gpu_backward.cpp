@@ -18,7 +18,7 @@ struct Options {
   bool causal = false;
   int64_t left = -1;
   double softcap = 0, dropout = 0;
-  bool bias = false, mask = false, deterministic = false;
+  bool bias = false, mask = false, deterministic = false, empty_rows = false;
 };
 
 struct Shape {
@@ -71,7 +71,10 @@ struct Call {
       static_cast<Broadcast&>(p.bias) = {bias.data(), 0, s.rows * s.keys, s.keys, 1};
       p.bias.dtype = kType;
     }
-    if (o.mask) static_cast<Broadcast&>(p.mask) = {mask.data(), 0, 0, s.keys, 1};
+    // Rows 0, 7, 14, ... see nothing, and hold NaN.
+    if (o.empty_rows)
+      for (int64_t i = 0; i < s.rows; i += 7) std::fill_n(mask.begin() + i * s.keys, s.keys, uint8_t{0});
+    if (o.mask || o.empty_rows) static_cast<Broadcast&>(p.mask) = {mask.data(), 0, 0, s.keys, 1};
     if (o.dropout > 0) p.dropout = {seed, static_cast<uint32_t>(o.dropout * 65536), 1 / (1 - o.dropout)};
     const int64_t numbers = s.batch * s.heads * s.rows;
     for (auto* x : {&reference, &log2_sum, &delta, &dlse}) x->resize(numbers);
@@ -82,13 +85,17 @@ struct Call {
     for (float& x : dlse) x = normal(generator);
     sink.resize(s.heads), dsink.resize(s.heads);
     for (float& x : sink) x = normal(generator);
-    p.sink = sink.data(), p.dsink = dsink.data();
+    if (!o.empty_rows) p.sink = sink.data(), p.dsink = dsink.data();
     dbias.resize(bias.size());
     true_dq.resize(of_q), true_dk.resize(of_k), true_dv.resize(of_k), true_dbias.resize(bias.size());
     true_dsink.resize(s.heads);
     for (int64_t b = 0; b < s.batch; ++b)
       for (int64_t h = 0; h < s.heads; ++h)
-        for (int64_t i = 0; i < s.rows; ++i) add_row(b, h, i);
+        for (int64_t i = 0; i < s.rows; ++i) {
+          add_row(b, h, i);
+          if (log2_sum[(b * s.heads + h) * s.rows + i] > -INFINITY) continue;
+          for (auto* x : {&q, &dout}) std::fill_n(x->begin() + p.q.offset(b, h, i), s.dim, uint16_t{0x7FFF});
+        }
   }
 
   // The gradients of one row by their definition; its statistics and O on the way.
@@ -104,7 +111,8 @@ struct Call {
       return sum;
     };
     std::vector<double> weight(n, 0), derivative(n, 1), logit(n, -INFINITY), dp(n, 0), kept(n, 1);
-    double most = sink[h];
+    const double sink_logit = p.sink == nullptr ? -INFINITY : sink[h];
+    double most = sink_logit;
     for (int64_t j = seen.begin; j < seen.end; ++j) {
       if (p.mask.given() && !mask[i * n + j]) continue;
       double s = p.score.scale * dot(q, at_q, k, at_k(j));
@@ -115,8 +123,10 @@ struct Call {
       if (p.bias.given()) s += value(bias[(h * shape.rows + i) * n + j]);
       logit[j] = s, most = std::max(most, s);
     }
-    reference[at_row] = static_cast<float>(most);
-    const double sink_weight = std::exp(sink[h] - static_cast<double>(reference[at_row]));
+    reference[at_row] = most == -INFINITY ? 0 : static_cast<float>(most);
+    log2_sum[at_row] = -INFINITY;
+    if (most == -INFINITY) return;
+    const double sink_weight = std::exp(sink_logit - static_cast<double>(reference[at_row]));
     double sum = sink_weight, dot_sum = 0;
     for (int64_t j = 0; j < n; ++j) sum += weight[j] = std::exp(logit[j] - reference[at_row]);
     log2_sum[at_row] = static_cast<float>(std::log2(sum));
@@ -186,7 +196,8 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   };
   run(row_blocks * blocks, kRowThreads,
       [&] { delta_kernel<kKey.dtype, kLanes>(p, launch.delta, row_blocks, launch.vectorised_dout); });
-  run(static_cast<unsigned>(shape.heads), kRowThreads, [&] { sink_kernel<kKey.dtype>(p, launch.delta); });
+  if (p.sink != nullptr)
+    run(static_cast<unsigned>(shape.heads), kRowThreads, [&] { sink_kernel<kKey.dtype>(p, launch.delta); });
   run(launch.blocks, F::kThreads, [&] {
     mma_sync::bwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, 1>(p, launch);
   });
@@ -211,6 +222,8 @@ int main(int argc, char** /*argv*/) {
   const Options all{.causal = true, .softcap = 3, .dropout = 0.2, .bias = true, .mask = true};
   test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64", {1, 2, 1, 150, 140, 64}, {.left = 60, .deterministic = true});
   test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 61, all options", {1, 2, 1, 70, 140, 61}, all);
+  test<KernelKey{kAmpere, kBf16, 96, biased}>("NaN in rows that see nothing", {1, 1, 1, 70, 70, 96},
+                                              {.empty_rows = true});
   test<KernelKey{kTuring, kFp16, 64, biased}>("Turing, dim 64", {1, 1, 1, 70, 70, 64}, all);
   if (argc == 1) {
     test<KernelKey{kAmpere, kBf16, 128, plain}>("dim 128", {1, 2, 1, 130, 140, 128},
@@ -220,6 +233,7 @@ int main(int argc, char** /*argv*/) {
     test<KernelKey{kAmpere, kBf16, 128, dropout}>("dim 128, dropout", {1, 1, 1, 70, 140, 128}, {.dropout = 0.3});
     test<KernelKey{kAmpere, kBf16, 128, biased}>("dim 100, all options", {1, 1, 1, 70, 70, 100}, all);
     test<KernelKey{kAmpere, kBf16, 32, plain}>("dim 32", {2, 1, 1, 140, 70, 32});
+    test<KernelKey{kAmpere, kBf16, 64, plain}>("more queries than keys", {1, 1, 1, 150, 70, 64}, {.causal = true});
     test<KernelKey{kAmpere, kFp16, 96, plain}>("dim 96", {1, 1, 1, 70, 90, 96});
     test<KernelKey{kAmpere, kBf16, 192, plain}>("dim 192", {1, 1, 1, 70, 70, 192});
     test<KernelKey{kAmpere, kBf16, 256, plain}, 1>("dim 256", {1, 1, 1, 70, 70, 256}, {.causal = true});

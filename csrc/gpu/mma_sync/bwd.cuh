@@ -115,7 +115,7 @@ struct GradientTile {
   GradientPlace place;
   int64_t head;
   int row_in_tile;  // this thread's first query
-  bool any_far;     // QueryNumbers
+  bool is_special;  // some query is far, or sees nothing
 };
 
 // P of one element. `shift`, ...: of its query.
@@ -130,7 +130,7 @@ __device__ __forceinline__ float probability(float s, const BwdLaunch& launch, b
 }
 
 // S and dP of a warp become P (dropped, without dropout's factor) and dS, for dV and dK. kClean: every row sees every
-// key, and no reference is far.
+// key, and no query is special.
 template <class F, bool kClean>
 __device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
                                                   const GradientTile& tile, const BwdParams& p, const BwdLaunch& launch,
@@ -201,10 +201,21 @@ __device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], 
   if constexpr (F::kDropout)
     if (p.dropout.given())
       dropout.draw(dropout_stream(p.dropout.seed, work.sequence.index, tile.head), tile.place, launch.threshold);
-  if (!F::kBiased && full && !tile.any_far)
+  if (!F::kBiased && full && !tile.is_special)
     compute_gradients<F, true>(rS, rdP, tile, p, launch, work, numbers, dropout);
   else
     compute_gradients<F, false>(rS, rdP, tile, p, launch, work, numbers, dropout);
+}
+
+// A row of Q or dO that sees nothing contributes nothing, but a zero weight does not keep its NaN away.
+template <class F>
+__device__ __forceinline__ void clear_row(uint32_t tile, int row) {
+  using Layout = Panels<F::kHeadDim>;
+#pragma unroll 1
+  for (int chunk = 0; chunk < F::kHeadDim / 8; ++chunk)
+    ptx::store_shared_16(
+        tile + chunk / Layout::kChunks * F::kRows * Layout::kRowBytes + Layout::offset(row, chunk % Layout::kChunks),
+        uint4{});
 }
 
 // The turn of a CTA among those that add to one row block of dQ.
@@ -287,12 +298,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const int64_t first_head = work.head_k * launch.group;
   int64_t head = first_head;
   int m = work.m_begin, stage = 0;
-  bool more = m < work.m_end, far = false;
+  bool more = m < work.m_end;
   if (more) {
     copy_rows(head, m, 0);
-    const QueryNumbers numbers = read_numbers(head, m);
-    store_numbers(numbers, 0);
-    far = numbers.far();
+    store_numbers(read_numbers(head, m), 0);
   }
 
   // ---- Row blocks of all heads of the group ----
@@ -300,7 +309,16 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   while (more) {
     F::CopyQ::wait();
     // Everybody's Q and dO are there, and nobody reads the last P and dS any more.
-    const bool any_far = __syncthreads_or(far);
+    const bool has_row = static_cast<int>(threadIdx.x) < F::kRows;
+    const bool is_special = __syncthreads_or(has_row && table(stage).is_special(threadIdx.x));
+    const uint32_t sQ_now = sQ + stage * 2 * F::kBytesQ, sdO_now = sQ_now + F::kBytesQ;
+    if (is_special) {
+      if (has_row && table(stage).sees_nothing(threadIdx.x)) {
+        clear_row<F>(sQ_now, threadIdx.x);
+        clear_row<F>(sdO_now, threadIdx.x);
+      }
+      __syncthreads();
+    }
     int64_t next_head = head;
     int next_m = m + 1;
     if (next_m == work.m_end) next_m = work.m_begin, ++next_head;
@@ -311,7 +329,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       numbers = read_numbers(next_head, next_m);
       if constexpr (F::kStages == 2) copy_rows(next_head, next_m, next_stage);
     }
-    const uint32_t sQ_now = sQ + stage * 2 * F::kBytesQ, sdO_now = sQ_now + F::kBytesQ;
 
     // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
     float rS[F::kM][F::kN][4] = {}, rdP[F::kM][F::kN][4] = {};
@@ -328,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     // P and dS
     const GradientPlace place{work.n * F::kKeys + warp_key + lane / 4, m * F::kRows + warp_row + lane % 4 * 2,
                               work.keys, work.rows};
-    const GradientTile tile{place, head, warp_row + lane % 4 * 2, any_far};
+    const GradientTile tile{place, head, warp_row + lane % 4 * 2, is_special};
     compute_gradients<F>(rS, rdP, tile, m, p, launch, work, table(stage));
     stage_output<kType, F::kKeys, F::kRows>(sP, rS, warp_key, lane, warp_row / 8);
     stage_output<kType, F::kKeys, F::kRows>(sdS, rdP, warp_key, lane, warp_row / 8);
@@ -377,7 +394,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if (more) copy_rows(next_head, next_m, 0);
     }
     if (more) store_numbers(numbers, next_stage);
-    far = numbers.far();
     head = next_head, m = next_m, stage = next_stage;
   }
 

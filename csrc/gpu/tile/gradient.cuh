@@ -21,7 +21,7 @@ struct GradientPlace {
 // What the elements of one query share. P = exp2(S · c - shift): R · log2 e + log2 ℓ in one number, unless it is so large
 // that its rounding would show (`far`): then R is subtracted first, as in the forward.
 struct QueryNumbers {
-  float shift = INFINITY, delta = 0, reference = 0, log2_sum = INFINITY;  // of a row that is not there: P = 0
+  float shift = INFINITY, delta = 0, reference = 0, log2_sum = 0;  // of a row that is not there: P = 0
 
   static constexpr float kFar = 1 << 20;
 
@@ -30,7 +30,6 @@ struct QueryNumbers {
       : delta(delta_of_row), reference(row.reference), log2_sum(log2_sum_for_backward(row)) {
     shift = fmaf(reference, kLog2E<float>, log2_sum);
   }
-  __device__ __forceinline__ bool far() const { return fabsf(reference) >= kFar; }
 };
 
 // Those of kRows queries in shared memory, number by number.
@@ -42,6 +41,13 @@ struct QueryTable {
     const float all[4] = {numbers.shift, numbers.delta, numbers.reference, numbers.log2_sum};
 #pragma unroll
     for (int i = 0; i < 4; ++i) ptx::store_shared_4(shared + (i * kRows + row) * 4, __float_as_uint(all[i]));
+  }
+  __device__ __forceinline__ float number(int index, int row) const {
+    return __uint_as_float(ptx::load_shared_4(shared + (index * kRows + row) * 4));
+  }
+  __device__ __forceinline__ bool sees_nothing(int row) const { return number(3, row) == INFINITY; }
+  __device__ __forceinline__ bool is_special(int row) const {
+    return fabsf(number(2, row)) >= QueryNumbers::kFar || sees_nothing(row);
   }
   // Of the queries row and row + 1; row is even.
   __device__ __forceinline__ float2 shifts(int row) const { return ptx::load_shared_8(shared + row * 4); }
