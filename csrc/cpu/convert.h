@@ -1,4 +1,4 @@
-// Reading and writing rows of any input type as the type that arithmetic is done in: fp64 for fp64, else fp32.
+// Numbers of any input type and the type that arithmetic is done in: fp64 for fp64, else fp32.
 #pragma once
 
 #include <bit>
@@ -40,21 +40,6 @@ inline uint16_t to_bf16(float x) {
 
 inline int64_t bytes_of(DataType dtype) {
   return dtype == DataType::kFloat64 ? 8 : dtype == DataType::kFloat32 ? 4 : 2;
-}
-
-// Calls body(load) with load(i) = element `offset + i` of the array as a Real.
-template <class Real, class Body>
-void with_loader(DataType dtype, const void* data, int64_t offset, Body&& body) {
-  switch (dtype) {
-    case DataType::kFloat64:
-      return body([p = static_cast<const double*>(data) + offset](int64_t i) { return static_cast<Real>(p[i]); });
-    case DataType::kFloat32:
-      return body([p = static_cast<const float*>(data) + offset](int64_t i) { return static_cast<Real>(p[i]); });
-    case DataType::kFloat16:
-      return body([p = static_cast<const uint16_t*>(data) + offset](int64_t i) { return Real(from_fp16(p[i])); });
-    case DataType::kBFloat16:
-      return body([p = static_cast<const uint16_t*>(data) + offset](int64_t i) { return Real(from_bf16(p[i])); });
-  }
 }
 
 // Calls body(store) with store(i, x) writing x, rounded, to element `offset + i`.
