@@ -8,46 +8,15 @@
 
 #include <cuda_runtime.h>
 
+#include "gpu/mma_sync/bwd_gradients.cuh"
+#include "gpu/mma_sync/bwd_work.cuh"
 #include "gpu/mma_sync/launch.cuh"
 #include "gpu/mma_sync/products.cuh"
 #include "gpu/passes/backward_rows.cuh"
 #include "gpu/ptx/order.cuh"
 #include "gpu/tile/epilogue.cuh"
-#include "gpu/tile/gradient.cuh"
-#include "gpu/tile/score.cuh"
 
 namespace flash::mma_sync {
-
-template <KernelKey kKeyOf, int kTileOf>
-struct Bwd {
-  static constexpr KernelKey kKey = kKeyOf;
-  static constexpr BwdTile kTile = bwd_tiles(kKeyOf)[kTileOf];
-  static constexpr int kHeadDim = kKey.head_dim;
-  static constexpr int kRows = kTile.rows, kKeys = kTile.keys, kThreads = kTile.threads(), kWarps = kTile.warps;
-  static constexpr int kStages = kTile.stages;
-  // Of S and dP a warp has some keys and some rows; of dK and dV the same keys and some columns.
-  static constexpr int kSplits = kWarps / kTile.key_warps;
-  static constexpr int kWarpKeys = kKeys / kTile.key_warps, kWarpRows = kRows / kSplits;
-  static constexpr int kColumns = kHeadDim / kSplits;
-  static constexpr int kM = kWarpKeys / 16, kN = kWarpRows / 8, kO = kColumns / 8;
-  // Of dQ some rows and some columns, a few of these at a time.
-  static constexpr int kDqRows = kRows / kTile.dq_row_warps, kDqColumns = kHeadDim / (kWarps / kTile.dq_row_warps);
-  static constexpr int kDqAtOnce = kDqColumns % 32 == 0 ? 32 : 16;
-  static constexpr int kDqM = kDqRows / 16, kDqN = kDqAtOnce / 8, kDqParts = kDqColumns / kDqAtOnce;
-  static constexpr int kDepth = kHeadDim / 16;
-  static constexpr int kBytesKV = kTile.kv_bytes(kHeadDim), kBytesQ = kTile.q_bytes(kHeadDim);
-  static constexpr int kBytesScore = kTile.score_bytes();
-  static constexpr int kRowBytes = Panels<kHeadDim>::kRowBytes, kScoreRowBytes = Panels<kRows>::kRowBytes;
-  using ReaderKV = BlockReader<kKeys, kHeadDim>;
-  using ReaderQ = BlockReader<kRows, kHeadDim>;
-  using ReaderScore = BlockReader<kKeys, kRows>;  // of Pᵀ, dSᵀ
-  static constexpr bool kDropout = kKey.variant >= Variant::dropout;
-  static constexpr bool kBiased = kKey.variant == Variant::biased;
-  using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads, kBiased>;
-  using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased>;
-  static_assert(kWarpKeys % 16 == 0 && kWarpRows % 16 == 0 && kColumns % 16 == 0 && kDqRows % 16 == 0 &&
-                kDqColumns % kDqAtOnce == 0 && kRows <= kThreads);
-};
 
 // D += A · B, whose fragments come from load_a(fragment, m16, k16) and load_b(fragment, n16, k16). Fragments of B are
 // read one ahead of the products that use them, those of A after their last use.
@@ -72,139 +41,6 @@ __device__ __forceinline__ void add_product(float (&d)[kM][kN][4], const LoadA& 
         if (block + 1 == kBlocks && depth + 1 < kDepth) load_a(a[m], m, depth + 1);
       }
     }
-}
-
-// What all threads of a CTA know alike, in shared memory, because registers are scarce.
-struct BwdWork {
-  Sequence sequence;
-  Visibility visibility;
-  int64_t batch, head_k;
-  int64_t first_tile;  // of head 0 in dq_sum
-  int n, keys, rows;   // the key block; of the sequence
-  int m_begin, m_end;  // row blocks that see one of the keys
-  int seen_begin, seen_end;
-};
-
-// Row blocks of dq_sum: [head][sequence][block]; a packed sequence gets one more than its rows fill, so that its first
-// follows from cu_seqlens alone.
-template <int kRows>
-__device__ __forceinline__ int64_t first_row_tile(const BwdParams& p, const BwdLaunch& launch, int64_t batch) {
-  return p.rows_q.cu_seqlens.given() ? p.rows_q.cu_seqlens[batch] / kRows + batch : batch * launch.m_blocks;
-}
-
-template <class F>
-__device__ __forceinline__ BwdWork make_bwd_work(const BwdParams& p, const BwdLaunch& launch, const TileIndex& tile,
-                                                 const Sequence& sequence) {
-  BwdWork work{sequence, make_visibility(p.window, sequence.q.length, sequence.k.length), tile.batch, tile.head};
-  work.n = static_cast<int>(launch.order.m_blocks) - 1 - tile.m_block;
-  work.keys = static_cast<int>(sequence.k.length);
-  work.rows = static_cast<int>(sequence.q.length);
-  const int64_t first_key = int64_t{work.n} * F::kKeys;
-  const Range rows = work.visibility.rows_of_any({first_key, first_key + F::kKeys});
-  const Range seen = work.visibility.keys_of_any({0, work.rows});
-  work.m_begin = rows.empty() ? 0 : static_cast<int>(rows.begin / F::kRows);
-  work.m_end = rows.empty() ? 0 : static_cast<int>(divide_up(rows.end, F::kRows));
-  work.seen_begin = static_cast<int>(seen.begin);
-  work.seen_end = static_cast<int>(seen.end);
-  work.first_tile = first_row_tile<F::kRows>(p, launch, tile.batch);
-  return work;
-}
-
-// Where a warp's S and dP lie, for what becomes of them.
-struct GradientTile {
-  GradientPlace place;
-  int64_t head;
-  int row_in_tile;  // this thread's first query
-  bool is_special;  // some query is far, or sees nothing
-};
-
-// P of one element. `shift`, ...: of its query.
-template <class F>
-__device__ __forceinline__ float probability(float s, const BwdLaunch& launch, bool any_far, float shift,
-                                             float reference, float log2_sum) {
-  const float scale = F::kBiased ? 1.f : launch.scale;  // what s still lacks
-  float exponent = fmaf(s, scale * kLog2E<float>, -shift);
-  if (any_far && fabsf(reference) >= QueryNumbers::kFar)
-    exponent = fmaf(fmaf(s, scale, -reference), kLog2E<float>, -log2_sum);
-  return ptx::exp2_approximate(exponent);
-}
-
-// S and dP of a warp become P (dropped, without dropout's factor) and dS, for dV and dK. kClean: every row sees every
-// key, and no query is special.
-template <class F, bool kClean>
-__device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
-                                                  const GradientTile& tile, const BwdParams& p, const BwdLaunch& launch,
-                                                  const BwdWork& work, QueryTable<F::kRows> numbers,
-                                                  const GradientDropout<F::kM, F::kN>& dropout) {
-  const GradientPlace& place = tile.place;
-  const DiagonalInterval diagonal(work.visibility, place.query);
-  const LogitOptions<F::kKey.dtype> options{p,
-                                            work.sequence,
-                                            tile.head,
-                                            static_cast<float>(p.score.softcap),
-                                            F::kBiased ? alibi_slope<float>(p.score, work.batch, tile.head) : 0.f,
-                                            work.visibility.diagonal};
-#pragma unroll
-  for (int n = 0; n < F::kN; ++n) {
-    const int row = tile.row_in_tile + 8 * n;
-    const float2 shifts = numbers.shifts(row), deltas = numbers.deltas(row);
-    const float2 references = kClean ? float2{} : numbers.references(row),
-                 sums = kClean ? float2{} : numbers.log2_sums(row);
-#pragma unroll
-    for (int i = 0; i < F::kM * 4; ++i) {
-      const int block = i / 4, c = i % 4, column = c % 2, below = 8 * n + column;
-      const int key = place.key + 16 * block + c / 2 * 8;
-      float &s = rS[block][n][c], &dp = rdP[block][n][c];
-      bool seen = true;
-      if constexpr (!kClean)
-        seen = max(0, diagonal.begin + below) <= key && key < min(place.keys, diagonal.end + below);
-      float derivative = 1;
-      if constexpr (F::kBiased) {
-        s *= launch.scale;
-        seen = seen && place.query + below < place.rows && options.apply(s, derivative, place.query + below, key);
-      }
-      float weight = probability<F>(s, launch, !kClean, column ? shifts.y : shifts.x,
-                                    column ? references.y : references.x, column ? sums.y : sums.x);
-      if (!seen) weight = 0;
-      s = weight;
-      if constexpr (F::kDropout)
-        if (p.dropout.given()) {
-          const bool kept = dropout.keeps(block, n, c);
-          dp = kept ? dp * launch.keep_scale : 0.f;
-          s = kept ? weight : 0.f;
-        }
-      dp = weight * (dp - (column ? deltas.y : deltas.x));
-      if (!seen) dp = 0;  // dP may be NaN
-      if constexpr (F::kBiased) {
-        if (launch.dbias_sum.given() && seen)
-          ptx::add_global(
-              static_cast<float*>(launch.dbias_sum.data) +
-                  launch.dbias_sum.offset(work.sequence.index, tile.head, work.sequence.q.leftpad + place.query + below,
-                                          work.sequence.k.leftpad + key),
-              dp);
-        dp *= derivative;
-      }
-    }
-  }
-}
-
-// The same, with what this tile needs.
-template <class F>
-__device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
-                                                  const GradientTile& tile, int m, const BwdParams& p,
-                                                  const BwdLaunch& launch, const BwdWork& work,
-                                                  QueryTable<F::kRows> numbers) {
-  const Range rows{int64_t{m} * F::kRows, min(work.rows, (m + 1) * F::kRows)};
-  const Range all = work.visibility.keys_of_all(rows);
-  const bool full = all.begin <= int64_t{work.n} * F::kKeys && int64_t{work.n + 1} * F::kKeys <= all.end;
-  GradientDropout<F::kM, F::kN> dropout;
-  if constexpr (F::kDropout)
-    if (p.dropout.given())
-      dropout.draw(dropout_stream(p.dropout.seed, work.sequence.index, tile.head), tile.place, launch.threshold);
-  if (!F::kBiased && full && !tile.is_special)
-    compute_gradients<F, true>(rS, rdP, tile, p, launch, work, numbers, dropout);
-  else
-    compute_gradients<F, false>(rS, rdP, tile, p, launch, work, numbers, dropout);
 }
 
 // A row of Q or dO that sees nothing contributes nothing, but a zero weight does not keep its NaN away.
