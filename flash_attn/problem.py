@@ -19,7 +19,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def draw_threshold(dropout_p: float) -> int:
-    """round(p * 65536): a weight is kept iff its 16-bit draw is >= this. 0 means no dropout at all."""
+    """round(p * 65536): a weight is dropped with this probability / 65536. 0 means no dropout at all."""
     return int(dropout_p * 65536 + 0.5)
 
 
@@ -67,7 +67,7 @@ class Problem(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Whether dropout drops anything: draws have 16 bits, so a smaller probability than half of 2^-16 is none."""
+        """Whether dropout drops anything: probabilities are multiples of 2^-16, less than half of it is none."""
         return draw_threshold(self.dropout_p) > 0
 
     @property

@@ -327,11 +327,11 @@ def assert_no_worse_than_naive(
         )
 
 
-def philox(counter: tuple, key: tuple) -> tuple:
-    """Philox4x32-10 (Salmon et al. 2011) on numpy uint64 scalars or arrays that hold 32-bit words."""
+def philox(counter: tuple, key: tuple, rounds: int = 7) -> tuple:
+    """Philox4x32 (Salmon et al. 2011) on numpy uint64 scalars or arrays that hold 32-bit words."""
     c0, c1, c2, c3 = (np.asarray(c, dtype=np.uint64) for c in counter)
     k0, k1 = (np.asarray(k, dtype=np.uint64) for k in key)
-    for turn in range(10):
+    for turn in range(rounds):
         if turn:
             k0, k1 = (k0 + np.uint64(0x9E3779B9)) & MASK32, (k1 + np.uint64(0xBB67AE85)) & MASK32
         p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
@@ -353,14 +353,20 @@ def keep_mask(
     stream = [w[:, :, None, None] for w in stream]
     q = (np.arange(seqlen_q, dtype=np.uint64) + np.uint64(q_start))[None, None, :, None]
     k = (np.arange(seqlen_k, dtype=np.uint64) + np.uint64(k_start))[None, None, None, :]
-    four, five, seven = np.uint64(4), np.uint64(5), np.uint64(7)
-    g = (q >> four) * np.uint64(8) + (q & seven)
-    c = (k >> five) * np.uint64(8) + (k & seven)
+
+    def bit(x: np.ndarray, place: int) -> np.ndarray:
+        return x >> np.uint64(place) & np.uint64(1)
+
+    q_block, k_block = q >> np.uint64(4), k >> np.uint64(5)
+    g = q_block * np.uint64(8) + (q & np.uint64(7))
+    c = k_block * np.uint64(4) + (k >> np.uint64(1) & np.uint64(3))
     zero = np.zeros(np.broadcast_shapes(stream[0].shape, g.shape, c.shape), dtype=np.uint64)
     words = philox(
         ((g & MASK32) + zero, (c & MASK32) + zero, (stream[2] ^ (g >> np.uint64(32))) + zero,
          (stream[3] ^ (c >> np.uint64(32))) + zero), (stream[0], stream[1])
     )  # fmt: skip
-    word = np.choose(((k >> np.uint64(3)) & np.uint64(3)).astype(np.int64) + zero.astype(np.int64), words)
-    draw = (word >> (np.uint64(16) * ((q >> np.uint64(3)) & np.uint64(1)))) & np.uint64(0xFFFF)
-    return torch.from_numpy(draw >= np.uint64(threshold))
+    word = np.choose((bit(k, 0) * np.uint64(2) + bit(k, 4) + zero).astype(np.int64), words)
+    draw = word >> (np.uint64(8) * (bit(k, 3) * np.uint64(2) + bit(q, 3))) & np.uint64(0xFF)
+    phase = stream[1] + (q_block & MASK32) * np.uint64(0xC13FA9A9) + (k_block & MASK32) * np.uint64(0x91E10DA5)
+    raised = (phase & MASK32) >> np.uint64(24) < np.uint64(threshold % 256)
+    return torch.from_numpy(draw >= np.uint64(threshold // 256) + raised)

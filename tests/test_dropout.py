@@ -54,9 +54,10 @@ def test_every_bit_of_the_seed_counts(seed):
             assert not torch.equal(dropout_mask(torch.tensor(other), 0.5, 2, 2, 33, 65), got)
 
 
-def test_mask_is_fair():
+@pytest.mark.parametrize("p", (0.1, 0.25, 0.5, 0.997, 0.7 / 256))
+def test_mask_is_fair(p):
     """Kept shares, rows, columns, heads and sequences: within 5 standard deviations, and not correlated."""
-    p, sizes = 0.25, (4, 4, 256, 256)
+    sizes = (4, 4, 256, 256)
     keep = dropout_mask(SEED, p, *sizes).double()
     deviation = math.sqrt(p * (1 - p))
     for dims in ((0, 1, 2, 3), (0, 1, 2), (0, 1, 3), (2, 3)):
@@ -70,6 +71,17 @@ def test_mask_is_fair():
                 n = sizes[dim] - shift
                 correlation = (z.narrow(dim, 0, n) * z.narrow(dim, shift, n)).mean().abs()
                 assert correlation < 5 / math.sqrt(z.numel() * n / sizes[dim]), (dim, shift)
+
+
+@pytest.mark.parametrize("p", (0.1, 100 / 65536))
+def test_probability_is_finer_than_draws(p):
+    """Draws have 8 bits, thresholds 16: over 2^24 weights and 64 seeds the share of p itself, not of 26 / 256 or 0."""
+    counts = torch.stack([(~dropout_mask(torch.tensor([seed, 7]), p, 1, 1, 512, 512)).sum() for seed in range(64)])
+    n, exact = 64 * 512**2, round(p * 65536) / 65536
+    assert abs(counts.sum() / n - exact) < 5 * math.sqrt(exact * (1 - exact) / n)
+    # The spread over seeds is that of independent weights too: its variance, chi-squared with 63 degrees of freedom.
+    variance = counts.double().var() / (512**2 * exact * (1 - exact))
+    assert 0.4 < variance < 1.9
 
 
 @pytest.mark.parametrize("p", (0.1, 0.5, 0.9))
@@ -173,10 +185,12 @@ def test_far_positions():
 
 
 def test_philox_known_answers():
-    """Random123's published vectors for philox4x32-10."""
+    """Random123's published vectors for philox4x32."""
     ones = 0xFFFFFFFF
-    for counter, key, want in (
-        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((ones, ones, ones, ones), (ones, ones), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    for rounds, bits, want in (
+        (10, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (10, ones, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (7, 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (7, ones, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
     ):
-        assert tuple(int(w) for w in oracle.philox(counter, key)) == want
+        assert tuple(int(w) for w in oracle.philox((bits,) * 4, (bits,) * 2, rounds)) == want

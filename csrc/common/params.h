@@ -91,7 +91,7 @@ struct Window {
 
 struct Dropout {
   const int64_t* seed = nullptr;  // two numbers, on the device; null = nothing is dropped
-  uint32_t threshold = 0;         // an element is kept iff its 16-bit draw is >= threshold
+  uint32_t threshold = 0;         // round(p * 65536): dropout.h compares with it
   double keep_scale = 1.0;        // 1 / (1 - p)
 
   FLASH_HOST_DEVICE bool given() const { return seed != nullptr; }

@@ -78,9 +78,9 @@ struct KeyBounds {
 };
 
 // A panel's place in the random numbers of common/dropout.h: its first row is a multiple of 16, `query_group` is that
-// row's.
+// row's; `phase` is that of these rows and the first keys of all, `phase_step` what each block of keys adds.
 struct DropoutPanel {
-  uint32_t key0, key1, salt2, salt3, threshold;
+  uint32_t key0, key1, salt2, salt3, threshold, phase, phase_step;
   uint64_t query_group;
   int64_t first_key, keys;
 };

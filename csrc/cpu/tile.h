@@ -172,7 +172,9 @@ Real adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, cons
 inline void dropout_panel(const Dropout& dropout, const DropoutStream& stream, const TilePlace& panel, uint8_t* keep) {
   static_assert(kDropoutQueries == kLanes);
   const auto draw = [&](int64_t first_row, int64_t first_key, int64_t keys, uint8_t* to) {
+    const uint32_t phase = stream.phase(first_row / kDropoutQueries, 0);
     micro_kernels<float>().dropout_panel({stream.key0, stream.key1, stream.salt2, stream.salt3, dropout.threshold,
+                                          phase, stream.phase(first_row / kDropoutQueries, 1) - phase,
                                           static_cast<uint64_t>(dropout_query_group(first_row)), first_key, keys},
                                          to);
   };

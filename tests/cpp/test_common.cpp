@@ -179,71 +179,103 @@ static void test_philox() {
   const struct {
     Philox4 counter;
     uint32_t key[2], expected[4];
+    int rounds;
   } known[] = {
-      {{{0, 0, 0, 0}}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}},
-      {{{~0u, ~0u, ~0u, ~0u}}, {~0u, ~0u}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}},
+      {{{0, 0, 0, 0}}, {0, 0}, {0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}, 10},
+      {{{~0u, ~0u, ~0u, ~0u}}, {~0u, ~0u}, {0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}, 10},
       {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
        {0xa4093822, 0x299f31d0},
-       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}},
+       {0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1},
+       10},
+      {{{0, 0, 0, 0}}, {0, 0}, {0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}, 7},
+      {{{~0u, ~0u, ~0u, ~0u}}, {~0u, ~0u}, {0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662}, 7},
+      {{{0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344}},
+       {0xa4093822, 0x299f31d0},
+       {0x4dfccaba, 0x190a87f0, 0xc47362ba, 0xb6b5242a},
+       7},
   };
   for (const auto& k : known) {
-    const Philox4 x = philox4x32_10(k.counter, k.key[0], k.key[1]);
+    const Philox4 x = philox4x32(k.counter, k.key[0], k.key[1], k.rounds);
     for (int i = 0; i < 4; ++i) EXPECT(x.x[i] == k.expected[i]);
   }
 }
 
 // Rounds that are shared between groups change nothing.
-static void test_dropout_rows() {
+static void test_shared_rounds() {
   const int64_t seed[2] = {-3, int64_t{1} << 40};
   const DropoutStream stream = dropout_stream(seed, 2, 7);
-  for (uint32_t g : {0u, 1u, 77u, 0xFFFFFFFFu}) {
-    const DropoutRow row = DropoutRow::make(stream, g);
+  const auto finish = [&](uint32_t (&x)[4], int done, uint32_t g, uint32_t c) {
+    for (int round = done; round < kPhiloxRounds; ++round)
+      philox_round(x, stream.key0 + round * kPhiloxWeyl0, stream.key1 + round * kPhiloxWeyl1);
+    for (int i = 0; i < 4; ++i) EXPECT(x[i] == stream.draws(g, c).x[i]);
+  };
+  for (uint32_t g : {0u, 1u, 77u, 0xFFFFFFFFu})
     for (uint32_t c : {0u, 5u, 12345678u, 0xFFFFFFFFu}) {
       uint32_t x[4];
+      const DropoutRow row = DropoutRow::make(stream, g);
       row.start(x, static_cast<uint64_t>(kPhiloxMultiplier0) * (c ^ row.mask));
-      for (uint32_t round = DropoutRow::kRoundsDone; round < 10; ++round)
-        philox_round(x, stream.key0 + round * kPhiloxWeyl0, stream.key1 + round * kPhiloxWeyl1);
-      for (int i = 0; i < 4; ++i) EXPECT(x[i] == stream.draws(g, c).words.x[i]);
+      finish(x, DropoutRow::kRoundsDone, g, c);
+      DropoutColumn::make(stream, c).start(x, g);
+      finish(x, DropoutColumn::kRoundsDone, g, c);
     }
+}
+
+static void test_cut() {
+  for (uint32_t least = 0; least <= 256; ++least)
+    for (uint32_t draw = 0; draw < 256; ++draw)
+      for (uint32_t other : {0u, 0x7Fu, 0x80u, 0xFFu, least & 0xFFu}) {
+        const uint32_t kept = DropoutCut(least).kept(draw | other << 8 | draw << 16 | other << 24);
+        EXPECT((kept >> 7 & 1) == (draw >= least) && (kept >> 23 & 1) == (draw >= least));
+        EXPECT((kept >> 15 & 1) == (other >= least) && kept >> 31 == (other >= least));
+      }
+}
+
+// Over all phases and draws, exactly `threshold` of 65536 pairs are dropped.
+static void test_threshold() {
+  for (uint32_t threshold :
+       {0u, 1u, 255u, 256u, 257u, 0x7FFFu, 0x8000u, 0x8001u, 0xFF00u, 0xFF01u, 0xFFFFu, 0x10000u}) {
+    const DropoutThreshold rule(threshold);
+    uint32_t dropped = 0;
+    for (uint32_t phase = 0; phase < 256; ++phase)
+      for (uint32_t draw = 0; draw < 256; ++draw) {
+        const bool kept = rule.cut(phase << 24).kept(draw) >> 7 & 1;
+        EXPECT(kept == (rule.cut(phase << 24 | 0xFFFFFF).kept(draw) >> 7 & 1));
+        dropped += !kept;
+      }
+    EXPECT(dropped == threshold);
   }
 }
 
-static void test_threshold() {
-  for (uint32_t threshold : {0u, 1u, 0x4000u, 0x7FFFu, 0x8000u, 0x8001u, 0xC000u, 0xFFFFu})
-    for (uint32_t low = 0; low < 0x10000; low += low % 0x4000 < 4 || low % 0x4000 > 0x3FFA ? 1 : 97)
-      for (uint32_t high : {0u, 0x7FFFu, 0x8000u, 0xFFFFu, threshold}) {
-        const uint32_t kept = DropoutThreshold(threshold).kept(low | high << 16);
-        EXPECT((kept >> 15 & 1) == (low >= threshold) && kept >> 31 == (high >= threshold));
-      }
-  EXPECT(DropoutThreshold(65536).pair == DropoutThreshold(65535).pair);
-}
-
 using Group = std::pair<int64_t, int64_t>;
-using Slot = std::pair<int, int>;
+using Slot = std::pair<int, int>;  // a word, a byte of it
 
 static void test_groups() {
-  // Groups and slots number every position once, and a group is {q, q+8} × {k, k+8, k+16, k+24}.
+  // Groups and slots number every position once, and a group is {q, q+8} × ({k, k+1} + {0, 8, 16, 24}).
   std::set<std::pair<Group, Slot>> all;
   for (int64_t q = 0; q < 64; ++q)
     for (int64_t k = 0; k < 64; ++k) {
-      EXPECT(all.insert({{dropout_query_group(q), dropout_key_group(k)}, {dropout_query_slot(q), dropout_key_slot(k)}})
-                 .second);
-      const int64_t q0 = q - 8 * dropout_query_slot(q), k0 = k - 8 * dropout_key_slot(k);
-      EXPECT(q0 % 16 < 8 && k0 % 32 < 8);
-      EXPECT(dropout_query_group(q0) == dropout_query_group(q) && dropout_key_group(k0) == dropout_key_group(k));
+      const Group group{dropout_query_group(q), dropout_key_group(k)};
+      EXPECT(all.insert({group, {dropout_word(k), dropout_byte(q, k)}}).second);
+      const int64_t q0 = q / 16 * 16 + q % 8, k0 = k / 32 * 32 + k % 8 / 2 * 2;
+      EXPECT(dropout_query_group(q0) == group.first && dropout_key_group(k0) == group.second);
+      EXPECT(dropout_word(k) < 4 && dropout_byte(q, k) < 4);
     }
+  EXPECT(all.size() == 64 * 64);
   // The definition that other backends are written from.
   const int64_t seed[2] = {0x0123456789abcdef, 0x7edcba9876543210};
+  const DropoutThreshold threshold(20000);
   for (int64_t far : {int64_t{0}, int64_t{1} << 33, int64_t{1} << 40}) {
     const DropoutStream stream = dropout_stream(seed, 3, 5);
     for (int64_t q = far; q < far + 20; ++q)
       for (int64_t k = far; k < far + 40; ++k) {
-        const DropoutDraws draws = stream.draws((q >> 4) * 8 + (q & 7), (k >> 5) * 8 + (k & 7));
-        EXPECT(stream.draw(q, k) == ((draws.words.x[(k >> 3) & 3] >> (16 * ((q >> 3) & 1))) & 0xffff));
+        const Philox4 words = stream.draws((q >> 4) * 8 + (q & 7), (k >> 5) * 4 + (k >> 1 & 3));
+        const uint32_t draw = words.x[(k & 1) * 2 + (k >> 4 & 1)] >> (8 * ((k >> 3 & 1) * 2 + (q >> 3 & 1))) & 0xff;
+        const auto phase = static_cast<uint32_t>(stream.key1 + (q >> 4) * 0xC13FA9A9 + (k >> 5) * 0x91E10DA5);
+        EXPECT(stream.keeps(q, k, threshold) == (draw >= 20000u / 256 + (phase >> 24 < 20000u % 256)));
       }
   }
-  EXPECT(dropout_stream(seed, 3, 5).draw(0, 0) != dropout_stream(seed, 5, 3).draw(0, 0) ||
-         dropout_stream(seed, 3, 5).draw(1, 1) != dropout_stream(seed, 5, 3).draw(1, 1));
+  const Philox4 a = dropout_stream(seed, 3, 5).draws(0, 0), b = dropout_stream(seed, 5, 3).draws(0, 0);
+  EXPECT(a.x[0] != b.x[0] || a.x[1] != b.x[1]);
 }
 
 // What a thread of a warp owns in the fp32 accumulator of mma.m16n8: c0, c1 in row lane / 4, c2, c3 eight rows below,
@@ -254,8 +286,7 @@ static std::pair<int, int> accumulator_element(int lane, int c) {
 
 static void test_fragments() {
   for (int lane = 0; lane < 32; ++lane) {
-    // Forward: S is queries (m) × keys (n). Over four n8 tiles a thread needs two Philox calls and uses all eight draws
-    // of each.
+    // Forward: S is queries (m) × keys (n). Over four n8 tiles a thread needs one Philox call and uses all of it.
     std::set<Group> forward_groups;
     std::set<std::pair<Group, Slot>> forward_draws;
     for (int tile = 0; tile < 4; ++tile)
@@ -264,26 +295,30 @@ static void test_fragments() {
         const int64_t q = row, k = 8 * tile + column;
         const Group group{dropout_query_group(q), dropout_key_group(k)};
         forward_groups.insert(group);
-        forward_draws.insert({group, {dropout_query_slot(q), dropout_key_slot(k)}});
+        forward_draws.insert({group, {dropout_word(k), dropout_byte(q, k)}});
       }
-    EXPECT(forward_groups.size() == 2 && forward_draws.size() == 16);
+    EXPECT(forward_groups.size() == 1 && forward_draws.size() == 16);
+  }
 
-    // Backward, transposed: S^T is keys (m) × queries (n). Over two n8 tiles of queries one m16 tile of keys uses four
-    // draws of each of two calls, and two m16 tiles (32 keys) use all eight.
-    std::set<Group> backward_groups;
-    std::set<std::pair<Group, Slot>> backward_draws;
-    for (int key_tile = 0; key_tile < 2; ++key_tile) {
-      for (int tile = 0; tile < 2; ++tile)
-        for (int c = 0; c < 4; ++c) {
-          const auto [row, column] = accumulator_element(lane, c);
-          const int64_t k = 16 * key_tile + row, q = 8 * tile + column;
-          const Group group{dropout_query_group(q), dropout_key_group(k)};
-          backward_groups.insert(group);
-          backward_draws.insert({group, {dropout_query_slot(q), dropout_key_slot(k)}});
-        }
-      EXPECT(backward_groups.size() == 2);
-      EXPECT(backward_draws.size() == (key_tile == 0 ? 8u : 16u));
-    }
+  // Backward, transposed: S^T is keys (m) × queries (n). Over two n8 tiles of queries and two m16 tiles of keys, lanes
+  // that differ in bit 2 use two words each of the same two calls, and together all of them.
+  for (int lane = 0; lane < 32; ++lane) {
+    std::set<Group> groups;
+    std::set<std::pair<Group, Slot>> draws, of_lane;
+    for (int of : {lane, lane ^ 4})
+      for (int key_tile = 0; key_tile < 2; ++key_tile)
+        for (int tile = 0; tile < 2; ++tile)
+          for (int c = 0; c < 4; ++c) {
+            const auto [row, column] = accumulator_element(of, c);
+            const int64_t k = 16 * key_tile + row, q = 8 * tile + column;
+            const Group group{dropout_query_group(q), dropout_key_group(k)};
+            groups.insert(group);
+            draws.insert({group, {dropout_word(k), dropout_byte(q, k)}});
+            if (of != lane) continue;
+            EXPECT(dropout_word(k) / 2 == lane / 4 % 2 && dropout_word(k) % 2 == key_tile);
+            of_lane.insert({group, {dropout_word(k), dropout_byte(q, k)}});
+          }
+    EXPECT(groups.size() == 2 && draws.size() == 32 && of_lane.size() == 16);
   }
 }
 
@@ -294,7 +329,8 @@ int main() {
   test_statistics<double>(1e-12);
   test_statistics<float>(1e-5f);
   test_philox();
-  test_dropout_rows();
+  test_shared_rounds();
+  test_cut();
   test_threshold();
   test_groups();
   test_fragments();

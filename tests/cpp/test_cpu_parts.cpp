@@ -282,7 +282,8 @@ static void test_dropout() {
   const int64_t seed[2] = {0x123456789ABCDEF, -42};
   const DropoutStream stream = dropout_stream(seed, 3, 5);
   Dropout dropout;
-  dropout.threshold = 20000;
+  dropout.threshold = 20000;  // 78.125 / 256
+  const DropoutThreshold threshold(dropout.threshold);
   for (int64_t first_row : {int64_t{0}, int64_t{16}, int64_t{21}, (int64_t{1} << 33) + 48})
     for (int64_t first_key : {int64_t{0}, int64_t{7}, int64_t{64}, (int64_t{1} << 34) + 5})
       for (int64_t keys : {1, 32, 75}) {
@@ -290,7 +291,7 @@ static void test_dropout() {
         dropout_panel(dropout, stream, {first_row, 16, first_key, keys}, keep.data());
         for (int64_t j = 0; j < keys; ++j)
           for (int64_t r = 0; r < kLanes; ++r)
-            EXPECT(keep[j * kLanes + r] == (stream.draw(first_row + r, first_key + j) >= dropout.threshold));
+            EXPECT(keep[j * kLanes + r] == stream.keeps(first_row + r, first_key + j, threshold));
       }
 }
 

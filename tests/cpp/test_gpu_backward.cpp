@@ -131,11 +131,12 @@ struct Call {
     for (int64_t j = 0; j < n; ++j) sum += weight[j] = std::exp(logit[j] - reference[at_row]);
     log2_sum[at_row] = static_cast<float>(std::log2(sum));
     const DropoutStream stream = dropout_stream(seed, b, h);
+    const DropoutThreshold threshold(p.dropout.threshold);
     for (int64_t d = 0; d < dim; ++d) {
       double o = 0;
       for (int64_t j = 0; j < n; ++j) {
         if (d == 0) weight[j] /= sum;
-        if (d == 0 && p.dropout.given()) kept[j] = stream.draw(i, j) >= p.dropout.threshold ? p.dropout.keep_scale : 0;
+        if (d == 0 && p.dropout.given()) kept[j] = stream.keeps(i, j, threshold) ? p.dropout.keep_scale : 0;
         o += weight[j] * kept[j] * value(v[at_k(j) + d]);
       }
       out[at_q + d] = static_cast<uint16_t>(ptx::pack<kType>(static_cast<float>(o), 0));

@@ -74,6 +74,7 @@ static void test(const char* name, int64_t rows, int64_t keys, int64_t dim, cons
 
   const Visibility visibility = make_visibility(p.window, rows, keys);
   const DropoutStream stream = dropout_stream(seed, 0, 0);
+  const DropoutThreshold threshold(p.dropout.threshold);
   for (int64_t i = 0; i < rows; ++i) {
     const Range seen = visibility.keys(i);
     double sum = options.sink ? std::exp(sink[0]) : 0;
@@ -86,7 +87,7 @@ static void test(const char* name, int64_t rows, int64_t keys, int64_t dim, cons
       if (options.bias) s += value(bias[i * keys + j]);
       const double weight = std::exp(s);
       sum += weight;
-      if (p.dropout.given() && stream.draw(i, j) < p.dropout.threshold) continue;
+      if (p.dropout.given() && !stream.keeps(i, j, threshold)) continue;
       for (int64_t d = 0; d < dim; ++d) total[d] += weight * p.dropout.keep_scale * value(v[j * dim + d]);
     }
     expect_close(lse[i], std::log(sum), 1e-5);

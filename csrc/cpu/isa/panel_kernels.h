@@ -372,9 +372,9 @@ struct Panels {
     return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
   }
 
-  // philox4x32_10 of common/philox.h; the upper halves of the counters may hold anything.
+  // philox4x32 of common/philox.h; the upper halves of the counters may hold anything.
   static void philox(Counters (&c)[4], uint32_t key0, uint32_t key1) {
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < 7; ++round) {
       const Counters product0 = product(c[0], Counters{} + 0xD2511F53u),
                      product1 = product(c[2], Counters{} + 0xCD9E8D57u);
       c[0] = (product1 >> 32) ^ c[1] ^ key0;
@@ -386,57 +386,60 @@ struct Panels {
     }
   }
 
-  static constexpr int64_t kGroups = 8, kGroupKeys = 32;
+  static constexpr int64_t kQueryGroups = 8, kKeyGroups = 4, kGroups = kQueryGroups * kKeyGroups, kBlockKeys = 32;
 
   struct Places {
-    uint64_t query[kGroups * kGroups], key[kGroups * kGroups];
+    uint64_t query[kGroups], key[kGroups];
   };
   static constexpr Places places() {
     Places places{};
-    for (uint64_t i = 0; i < kGroups * kGroups; ++i) {
-      places.query[i] = i % kGroups;
-      places.key[i] = i / kGroups;
+    for (uint64_t i = 0; i < kGroups; ++i) {
+      places.query[i] = i % kQueryGroups;
+      places.key[i] = i / kQueryGroups;
     }
     return places;
   }
 
-  // The 8 × 8 groups of 16 rows × 32 keys, each 2 rows × 4 keys (common/dropout.h): group c · 8 + g has rows g, g + 8
-  // in the halves of its words, keys c + 8 · slot in their order.
+  // The 8 × 4 groups of each block of 16 rows × 32 keys, 2 rows × 8 keys each (common/dropout.h): group 8 · c + g has the
+  // rows g, g + 8 and the keys 2 c, 2 c + 1 of each eight.
   static void dropout_panel(const DropoutPanel& x, uint8_t* keep) {
     static constexpr Places kPlaces = places();
-    alignas(64) uint32_t words[4][kGroups * kGroups];
+    alignas(64) uint32_t words[4][kGroups];
     const int64_t last = x.first_key + x.keys;
-    for (int64_t k0 = x.first_key / kGroupKeys * kGroupKeys; k0 < last; k0 += kGroupKeys) {
-      const uint64_t key_group = static_cast<uint64_t>(k0) / kGroupKeys * kGroups;
-      for (int64_t group = 0; group < kGroups * kGroups; group += kDraws) {
+    for (int64_t k0 = x.first_key / kBlockKeys * kBlockKeys; k0 < last; k0 += kBlockKeys) {
+      const auto key_block = static_cast<uint64_t>(k0 / kBlockKeys), key_group = key_block * kKeyGroups;
+      for (int64_t group = 0; group < kGroups; group += kDraws) {
         Counters query, key;
         read(query, kPlaces.query + group);
         read(key, kPlaces.key + group);
         Counters c[4] = {query + x.query_group, key + key_group, Counters{} + (x.salt2 ^ (x.query_group >> 32)),
                          Counters{} + (x.salt3 ^ (key_group >> 32))};
         philox(c, x.key0, x.key1);
-        for (int slot = 0; slot < 4; ++slot) {
-          const auto low = __builtin_convertvector(c[slot], typename VectorOf<uint32_t, kDraws * 4>::Type);
-          std::memcpy(words[slot] + group, &low, sizeof(low));
+        for (int word = 0; word < 4; ++word) {
+          const auto low = __builtin_convertvector(c[word], typename VectorOf<uint32_t, kDraws * 4>::Type);
+          std::memcpy(words[word] + group, &low, sizeof(low));
         }
       }
-      for (int64_t slot = 0; slot < 4; ++slot)
-        for (int64_t column = 0; column < kGroups; ++column) {
-          const int64_t key = k0 + slot * kGroups + column - x.first_key;
-          if (0 <= key && key < x.keys) compare(words[slot] + column * kGroups, x.threshold, keep + key * kLanes);
-        }
+      const uint32_t phase = x.phase + static_cast<uint32_t>(key_block) * x.phase_step;
+      const uint32_t least = (x.threshold >> 8) + (phase < x.threshold << 24);
+      for (int64_t j = 0; j < kBlockKeys; ++j) {
+        const int64_t key = k0 + j - x.first_key;
+        if (0 <= key && key < x.keys)
+          compare(words[j % 2 * 2 + j / 16] + j / 2 % kKeyGroups * kQueryGroups, j / 8 % 2 * 16, least,
+                  keep + key * kLanes);
+      }
     }
   }
 
-  // One key: its draws are the low halves of eight words, then the high ones.
-  static void compare(const uint32_t* words, uint32_t threshold, uint8_t* keep) {
+  // One key: the draws of its rows are a byte of eight words, then the byte above.
+  static void compare(const uint32_t* words, int64_t shift, uint32_t least, uint8_t* keep) {
     typename VectorOf<uint32_t, 32>::Type drawn;
     using Flags = typename VectorOf<uint8_t, 8>::Type;
     read(drawn, words);
-    const Flags low = __builtin_convertvector((drawn & 0xFFFFu) >= threshold, Flags) & 1;
-    const Flags high = __builtin_convertvector((drawn >> 16) >= threshold, Flags) & 1;
+    const Flags low = __builtin_convertvector((drawn >> shift & 0xFFu) >= least, Flags) & 1;
+    const Flags high = __builtin_convertvector((drawn >> (shift + 8) & 0xFFu) >= least, Flags) & 1;
     std::memcpy(keep, &low, sizeof(low));
-    std::memcpy(keep + kGroups, &high, sizeof(high));
+    std::memcpy(keep + kQueryGroups, &high, sizeof(high));
   }
 
   static void drop(const uint8_t* keep, int64_t keys, Real* x) {

@@ -132,12 +132,18 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
   float rdK[F::kM][F::kO][4] = {}, rdV[F::kM][F::kO][4] = {};
   const int64_t first_head = work.head_k * launch.group;
+  const auto store_stream = [&](int64_t head) {
+    if constexpr (F::kDropout)
+      if (threadIdx.x == 0 && p.dropout.given())
+        work.streams[(head - first_head) % 2] = dropout_stream(p.dropout.seed, work.sequence.index, head);
+  };
   int64_t head = first_head;
   int m = work.m_begin, stage = 0;
   bool more = m < work.m_end;
   if (more) {
     copy_rows(head, m, 0);
     store_numbers(read_numbers(head, m), 0);
+    store_stream(head);
   }
 
   // ---- Row blocks of all heads of the group ----
@@ -166,6 +172,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if constexpr (F::kStages == 2) copy_rows(next_head, next_m, next_stage);
     }
 
+    const GradientPlace place{work.n * F::kKeys + warp_key + lane / 4, m * F::kRows + warp_row + lane % 4 * 2,
+                              work.keys, work.rows};
+    const auto dropout = draw_dropout<F>(place, head, p, launch, work);  // first: what it takes is free then
+
     // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ
     float rS[F::kM][F::kN][4] = {}, rdP[F::kM][F::kN][4] = {};
     const auto score = [&](float (&r)[F::kM][F::kN][4], uint32_t keys, uint32_t rows) {
@@ -179,10 +189,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     score(rdP, sV, sdO_now);
 
     // P and dS
-    const GradientPlace place{work.n * F::kKeys + warp_key + lane / 4, m * F::kRows + warp_row + lane % 4 * 2,
-                              work.keys, work.rows};
     const GradientTile tile{place, head, warp_row + lane % 4 * 2, is_special};
-    compute_gradients<F>(rS, rdP, tile, m, p, launch, work, table(stage));
+    compute_gradients<F>(rS, rdP, tile, m, p, launch, work, table(stage), dropout);
     stage_output<kType, F::kKeys, F::kRows>(sP, rS, warp_key, lane, warp_row / 8);
     stage_output<kType, F::kKeys, F::kRows>(sdS, rdP, warp_key, lane, warp_row / 8);
     __syncthreads();  // everybody's P and dS are there
@@ -229,7 +237,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       __syncthreads();  // nobody reads Q, dO and the numbers any more
       if (more) copy_rows(next_head, next_m, 0);
     }
-    if (more) store_numbers(numbers, next_stage);
+    if (more) {
+      store_numbers(numbers, next_stage);
+      if (next_head != head) store_stream(next_head);
+    }
     head = next_head, m = next_m, stage = next_stage;
   }
 

@@ -8,6 +8,20 @@
 
 namespace flash::mma_sync {
 
+template <class F>
+__device__ __forceinline__ GradientDropout<F::kM, F::kN> draw_dropout(const GradientPlace& place, int64_t head,
+                                                                      const BwdParams& p, const BwdLaunch& launch,
+                                                                      const BwdWork& work) {
+  GradientDropout<F::kM, F::kN> dropout;
+  if constexpr (F::kDropout) {
+    if (p.dropout.given())
+      dropout.draw(work.streams[(head - work.head_k * launch.group) % 2], place, launch.threshold);
+    else
+      dropout.keep_all();
+  }
+  return dropout;
+}
+
 // Where a warp's S and dP lie, for what becomes of them.
 struct GradientTile {
   GradientPlace place;
@@ -65,13 +79,14 @@ __device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], 
                                     column ? references.y : references.x, column ? sums.y : sums.x);
       if (!seen) weight = 0;
       s = weight;
-      if constexpr (F::kDropout)
-        if (p.dropout.given()) {
-          const bool kept = dropout.keeps(block, n, c);
-          dp = kept ? dp * launch.keep_scale : 0.f;
-          s = kept ? weight : 0.f;
-        }
-      dp = weight * (dp - (column ? deltas.y : deltas.x));
+      const float delta = column ? deltas.y : deltas.x;
+      if constexpr (F::kDropout) {
+        const bool kept = dropout.keeps(block, n, c);
+        dp = weight * fmaf(kept ? dp : 0.f, launch.keep_scale, -delta);
+        s = kept ? weight : 0.f;
+      } else {
+        dp = weight * (dp - delta);
+      }
       if (!seen) dp = 0;  // dP may be NaN
       if constexpr (F::kBiased) {
         if (launch.dbias_sum.given() && seen)
@@ -91,14 +106,11 @@ template <class F>
 __device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
                                                   const GradientTile& tile, int m, const BwdParams& p,
                                                   const BwdLaunch& launch, const BwdWork& work,
-                                                  QueryTable<F::kRows> numbers) {
+                                                  QueryTable<F::kRows> numbers,
+                                                  const GradientDropout<F::kM, F::kN>& dropout) {
   const Range rows{int64_t{m} * F::kRows, min(work.rows, (m + 1) * F::kRows)};
   const Range all = work.visibility.keys_of_all(rows);
   const bool full = all.begin <= int64_t{work.n} * F::kKeys && int64_t{work.n + 1} * F::kKeys <= all.end;
-  GradientDropout<F::kM, F::kN> dropout;
-  if constexpr (F::kDropout)
-    if (p.dropout.given())
-      dropout.draw(dropout_stream(p.dropout.seed, work.sequence.index, tile.head), tile.place, launch.threshold);
   if (!F::kBiased && full && !tile.is_special)
     compute_gradients<F, true>(rS, rdP, tile, p, launch, work, numbers, dropout);
   else

@@ -49,6 +49,7 @@ struct BwdWork {
   int n, keys, rows;   // the key block; of the sequence
   int m_begin, m_end;  // row blocks that see one of the keys
   int seen_begin, seen_end;
+  DropoutStream streams[2];  // of even and of odd heads of the group
 };
 
 // Row blocks of dq_sum: [head][sequence][block]; a packed sequence gets one more than its rows fill, so that its first

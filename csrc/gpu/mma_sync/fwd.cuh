@@ -42,6 +42,7 @@ struct Work {
   int n_begin, n_end;        // key blocks that are visited
   int full_begin, full_end;  // those without an element mask
   int seen_begin, seen_end;  // keys that some row of the tile sees: the only ones that are read
+  DropoutStream dropout;     // of this sequence and head
 };
 
 template <class F>
@@ -103,7 +104,11 @@ __device__ __forceinline__ bool start_tile(const FwdParams& p, const FwdLaunch& 
     copy_k<F>(p, launch, mine, n, sKV).copy_all();
     if constexpr (F::kTile.stages == 2) copy_v<F>(p, launch, mine, n, sKV + F::kBytesKV).copy_all();
   }
-  if (threadIdx.x == 0) work = mine;
+  if (threadIdx.x == 0) {
+    work = mine;
+    if constexpr (F::kDropout)
+      if (p.dropout.given()) work.dropout = dropout_stream(p.dropout.seed, sequence.index, tile.head);
+  }
   return true;
 }
 
@@ -190,16 +195,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const ScoreUnit unit =
       F::kModified ? ScoreUnit{1.f, kLog2E<float>} : ScoreUnit{launch.scale, launch.scale * kLog2E<float>};
   const float slope = F::kModified ? alibi_slope<float>(p.score, work.tile.batch, work.tile.head) : 0.f;
-  WarpDropout<F::kM, F::kDropout ? F::kWarpKeys : 0> dropout;
-  const auto begin_dropout = [&] {
-    if constexpr (F::kDropout) {
-      // Without dropout, the threshold keeps whatever is drawn.
-      const DropoutStream stream =
-          p.dropout.given() ? dropout_stream(p.dropout.seed, work.sequence.index, work.tile.head) : DropoutStream{};
-      dropout.begin(stream, place().row, place().column);
-    }
-  };
-  if constexpr (F::kDropout && !F::kModified) begin_dropout();
+  WarpDropout<F::kM, F::kDropout ? F::kWarpKeys : 0, F::kKeepDropoutRows> dropout;
+  if constexpr (F::kDropout) dropout.begin(work.dropout, place().row, place().column);
 
   constexpr int kRowBytes = Panels<F::kHeadDim>::kRowBytes;
   OnlineSoftmax<F::kM> softmax(unit);
@@ -237,14 +234,14 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       } else {
         copy_among<0, F::kScoreSteps>(step, copy);
       }
-      if constexpr (F::kDropout && !F::kModified) dropout.template draw_among<F::kScoreSteps>(step, first_key);
+      if constexpr (F::kDropout && !F::kModified)
+        dropout.template draw_among<F::kScoreSteps>(step, work.dropout, first_key);
     });
     if constexpr (F::kModified) {
       scale_and_modify(rS, place(), launch.scale, static_cast<float>(p.score.softcap), slope, work.visibility.diagonal,
                        first_key);
       if (p.dropout.given()) {
-        begin_dropout();  // for each block anew: no registers are left to keep it in
-        dropout.draw(first_key);
+        dropout.draw(work.dropout, first_key);
       }
     }
     if constexpr (F::kBiased)
@@ -281,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           make_probabilities<F, depth.value>(rP, rS, softmax, unit);
 #pragma unroll
           for (int m = 0; m < F::kM; ++m) {
-            if constexpr (F::kDropout) dropout.drop(rP[m], m, depth.value, launch.threshold);
+            if constexpr (F::kDropout) dropout.drop(rP[m], m, depth.value, work.dropout, first_key, launch.threshold);
             if constexpr (F::kSplit == 2) pair.give(rP[m], m, depth.value);
           }
         },

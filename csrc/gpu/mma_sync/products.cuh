@@ -63,6 +63,7 @@ struct Fwd {
   using ReaderQ = BlockReader<kRows, kHeadDim>;
   using ReaderKV = BlockReader<kKeys, kHeadDim>;
   static constexpr bool kDropout = kKey.variant >= Variant::dropout;
+  static constexpr bool kKeepDropoutRows = kKey.variant == Variant::dropout && kHeadDim <= 64;  // registers are left
   static constexpr bool kModified = kKey.variant >= Variant::modified;
   static constexpr bool kBiased = kKey.variant == Variant::biased;
   using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased>;

@@ -54,7 +54,7 @@ constexpr Tiles fwd_tiles(KernelKey key) {
   if (key.head_dim <= 128) {
     if (key.variant == Variant::biased) return {{{128, 64, 8, 1, true, 1}, {128, 32, 8, 1, true, 1}}};
     if (key.variant == Variant::modified) return {{{128, 32, 4, 1, false, 2}}};
-    if (key.variant == Variant::dropout) return {{{128, 32, 4, 2, false, 2}, {128, 32, 4, 1, false, 2}}};
+    if (key.variant == Variant::dropout) return {{{128, 64, 4, 1, false, 2}, {128, 32, 4, 1, false, 2}}};
     return {{{256, 64, 8, 2, false, 1, 8192},
              {128, 64, 4, 2, false, 2},
              {128, 32, 4, 2, false, 2},

@@ -29,6 +29,14 @@ __device__ __forceinline__ uint32_t permute_signs(uint32_t a, uint32_t b) {
   return y;
 }
 
+// Whether x has one of `bits`, as one instruction whose result sets a predicate: from plain C++ compilers make a shift, an and and a
+// comparison.
+__device__ __forceinline__ bool has_bits(uint32_t x, uint32_t bits) {
+  uint32_t y;
+  asm("and.b32 %0, %1, %2;" : "=r"(y) : "r"(x), "r"(bits));
+  return y != 0;
+}
+
 // (low, high), each rounded to nearest even.
 template <DataType kType>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

@@ -88,43 +88,55 @@ struct LogitOptions {
 };
 
 // Which of a thread's elements dropout keeps. A call of Philox has the queries q, q + 8 of two neighbouring n8 tiles and
-// four keys 8 apart.
+// the keys k, k + 1 + {0, 8, 16, 24} of two neighbouring m16 tiles, k even. Lanes that differ in bit 2 have k and k + 1:
+// the one draws for the even queries, the other for the odd ones, and they exchange what each needs.
 template <int kM, int kN>
 struct GradientDropout {
-  uint32_t kept[(kM * kN + 7) / 8] = {};  // four bits for each n8 tile
+  static constexpr int kKeyBlocks = (kM + 1) / 2, kQueryBlocks = kN / 2;
+  static_assert((kM == 1 || kM % 2 == 0) && kN % 2 == 0);
+  uint32_t kept[kKeyBlocks][kQueryBlocks] = {};
+
+  __device__ __forceinline__ void keep_all() {
+#pragma unroll
+    for (int m = 0; m < kKeyBlocks; ++m)
+#pragma unroll
+      for (int n = 0; n < kQueryBlocks; ++n) kept[m][n] = ~0u;
+  }
 
   __device__ __forceinline__ void draw(const DropoutStream& stream, const GradientPlace& place,
-                                       DropoutThreshold threshold) {
-    constexpr int kKeySlots = 2 * kM < 4 ? 2 * kM : 4;  // of a call that this thread has
+                                       const DropoutThreshold& threshold) {
+    const bool odd = place.key % 2;
+    const bool far = place.key / 16 % 2;  // of a single m16 tile
 #pragma unroll
-    for (int m = 0; m < kM; m += kKeySlots / 2)
+    for (int m = 0; m < kKeyBlocks; ++m) {
+      const int key = place.key + 32 * m;
+      const auto column = DropoutColumn::make(stream, static_cast<uint32_t>(dropout_key_group(key)));
 #pragma unroll
-      for (int n = 0; n < kN; n += 2)
+      for (int n = 0; n < kQueryBlocks; ++n) {
+        const int query = place.query + 16 * n + odd;
+        uint32_t x[4];
+        column.start(x, static_cast<uint32_t>(dropout_query_group(query)));
 #pragma unroll
-        for (int column = 0; column < 2; ++column) {
-          const int key = place.key + 16 * m, query = place.query + 8 * n + column;
-          const DropoutDraws draws = stream.draws(dropout_query_group(query), dropout_key_group(key));
-          const int first_slot = dropout_key_slot(key);
+        for (int round = DropoutColumn::kRoundsDone; round < kPhiloxRounds; ++round)
+          philox_round(x, stream.key0 + round * kPhiloxWeyl0, stream.key1 + round * kPhiloxWeyl1);
+        const DropoutCut cut = threshold.cut(
+            stream.phase(query / static_cast<int>(kDropoutQueries), key / static_cast<int>(kDropoutKeys)));
+        // Of even keys and of odd ones: bits 7 and 6 of each byte are m16 tiles 1 and 0, or 7 a single one's.
+        uint32_t keys[2];
 #pragma unroll
-          for (int slot = 0; slot < kKeySlots; ++slot) {
-            const uint32_t both = threshold.kept(first_slot + slot == 0   ? draws.words.x[0]
-                                                 : first_slot + slot == 1 ? draws.words.x[1]
-                                                 : first_slot + slot == 2 ? draws.words.x[2]
-                                                                          : draws.words.x[3]);
-            const int c = slot % 2 * 2 + column;
-            keep(m + slot / 2, n, c, both >> 15 & 1);
-            keep(m + slot / 2, n + 1, c, both >> 31);
-          }
-        }
+        for (int i = 0; i < 2; ++i)
+          keys[i] = kM == 1 ? cut.kept(far ? x[2 * i + 1] : x[2 * i]) & 0x80808080u
+                            : (cut.kept(x[2 * i + 1]) & 0x80808080u) | (cut.kept(x[2 * i]) & 0x80808080u) >> 1;
+        const uint32_t mine = odd ? keys[1] : keys[0];
+        const uint32_t others = __shfl_xor_sync(~0u, odd ? keys[0] : keys[1], 4);
+        kept[m][n] = odd ? others | mine >> 2 : mine | others >> 2;  // even queries, odd queries
+      }
+    }
   }
 
-  __device__ __forceinline__ void keep(int m, int n, int c, uint32_t flag) {
-    const int tile = m * kN + n;
-    kept[tile / 8] |= flag << (tile % 8 * 4 + c);
-  }
   __device__ __forceinline__ bool keeps(int m, int n, int c) const {
-    const int tile = m * kN + n;
-    return kept[tile / 8] >> (tile % 8 * 4 + c) & 1;
+    const int byte = c / 2 * 2 + n % 2, far = kM == 1 ? 1 : m % 2;
+    return ptx::has_bits(kept[m / 2][n / 2], 1u << (8 * byte + 6 + far - 2 * (c % 2)));
   }
 };
 

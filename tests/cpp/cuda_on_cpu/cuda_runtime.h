@@ -109,6 +109,9 @@ inline float __shfl_sync(unsigned, float x, int from) {
 inline float __shfl_xor_sync(unsigned mask, float x, int other) {
   return __shfl_sync(mask, x, static_cast<int>(cuda_on_cpu::lane()) ^ other);
 }
+inline uint32_t __shfl_xor_sync(unsigned mask, uint32_t x, int other) {
+  return std::bit_cast<uint32_t>(__shfl_xor_sync(mask, std::bit_cast<float>(x), other));
+}
 inline bool __any_sync(unsigned mask, bool x) {
   float sum = x ? 1.f : 0.f;
   for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(mask, sum, other);

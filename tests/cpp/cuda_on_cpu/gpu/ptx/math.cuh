@@ -9,6 +9,7 @@ namespace flash::ptx {
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
 inline uint32_t opaque(uint32_t x) { return x; }
+inline bool has_bits(uint32_t x, uint32_t bits) { return (x & bits) != 0; }
 
 template <uint32_t kSelector>
 uint32_t permute_signs(uint32_t a, uint32_t b) {
