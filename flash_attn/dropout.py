@@ -18,7 +18,7 @@ MASK_32 = 0xFFFFFFFF
 ROUNDS = 7
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-# Steps of the thresholds' lattice in query and key blocks: 2**32 / x and 2**32 / x**2, x = 1.3247..., the plastic number.
+# Steps of the thresholds' lattice in query and key blocks: 2**32 / x and 2**32 / x**2, x = 1.3247... (plastic number).
 PHASE_STEPS = (0xC13FA9A9, 0x91E10DA5)
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
