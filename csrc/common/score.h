@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 
 #include "common/host_device.h"
 #include "common/params.h"
@@ -18,6 +19,14 @@ template <class Real>
 FLASH_HOST_DEVICE Softcapped<Real> apply_softcap(Real s, Real softcap) {
   const Real t = std::tanh(s / softcap);
   return {softcap * t, (Real(1) - t) * (Real(1) + t)};
+}
+
+// Softcap as a Real: 0 where there is none, and only there. What is below the smallest normal number caps like it: all
+// logits are 0 beside 1.
+template <class Real>
+FLASH_HOST_DEVICE Real softcap_of(const Score& score) {
+  constexpr double kLeast = std::numeric_limits<Real>::min();
+  return static_cast<Real>(score.softcap > 0 && score.softcap < kLeast ? kLeast : score.softcap);
 }
 
 // -slope · |i + diagonal - j|: the distance between a key and the row's place on the diagonal (Visibility::diagonal).

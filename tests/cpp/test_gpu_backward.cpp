@@ -223,6 +223,7 @@ int main(int argc, char** /*argv*/) {
   const Options all{.causal = true, .softcap = 3, .dropout = 0.2, .bias = true, .mask = true};
   test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64", {1, 2, 1, 150, 140, 64}, {.left = 60, .deterministic = true});
   test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 61, all options", {1, 2, 1, 70, 140, 61}, all);
+  test<KernelKey{kAmpere, kBf16, 64, biased}>("softcap below fp32", {1, 1, 1, 20, 40, 64}, {.softcap = 1e-50});
   test<KernelKey{kAmpere, kBf16, 96, biased}>("NaN in rows that see nothing", {1, 1, 1, 70, 70, 96},
                                               {.empty_rows = true});
   test<KernelKey{kTuring, kFp16, 64, biased}>("Turing, dim 64", {1, 1, 1, 70, 70, 64}, all);

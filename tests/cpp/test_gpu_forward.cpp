@@ -105,6 +105,7 @@ int main(int argc, char** /*argv*/) {
   test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64", 150, 200, 64, {.causal = true});
   test<KernelKey{kAmpere, kBf16, 128, dropout}>("dim 128, dropout", 130, 200, 128, {.dropout = 0.3});
   test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 61, all options", 70, 140, 61, all);
+  test<KernelKey{kAmpere, kBf16, 64, biased}>("softcap below fp32", 20, 40, 64, {.softcap = 1e-50, .bias = true});
   test<KernelKey{kTuring, kFp16, 64, plain}>("Turing, dim 64", 70, 140, 64, {.left = 40});
   if (argc == 1) {
     test<KernelKey{kAmpere, kBf16, 64, dropout}>("dim 64, dropout", 130, 300, 64, {.causal = true, .dropout = 0.3});

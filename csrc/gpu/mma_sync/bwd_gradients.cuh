@@ -53,7 +53,7 @@ __device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], 
   const LogitOptions<F::kKey.dtype> options{p,
                                             work.sequence,
                                             tile.head,
-                                            static_cast<float>(p.score.softcap),
+                                            softcap_of<float>(p.score),
                                             F::kBiased ? alibi_slope<float>(p.score, work.batch, tile.head) : 0.f,
                                             work.visibility.diagonal};
 #pragma unroll

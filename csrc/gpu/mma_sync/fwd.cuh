@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         dropout.template draw_among<F::kScoreSteps>(step, work.dropout, first_key);
     });
     if constexpr (F::kModified) {
-      scale_and_modify(rS, place(), launch.scale, static_cast<float>(p.score.softcap), slope, work.visibility.diagonal,
+      scale_and_modify(rS, place(), launch.scale, softcap_of<float>(p.score), slope, work.visibility.diagonal,
                        first_key);
       if (p.dropout.given()) {
         dropout.draw(work.dropout, first_key);
