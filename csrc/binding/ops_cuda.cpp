@@ -79,8 +79,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
                                        {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
   const BwdParams& params = call.params;
   const bool packed = params.rows_q.cu_seqlens.given();
-  gpu::BwdPlan plan = gpu::plan_backward(params, packed ? max_seqlen_q : params.rows_q.rows,
-                                         packed ? max_seqlen_k : params.rows_k.rows, here.device);
+  gpu::BwdPlan plan =
+      gpu::plan_backward(params, packed ? max_seqlen_q : params.rows_q.rows, packed ? max_seqlen_k : params.rows_k.rows,
+                         here.device, wants_dq && deterministic);
   FLASH_CHECK(plan.reason.empty(), "attention_backward: ", plan.reason);
   const bool sums_bias = wants_dbias && (params.bias_batch == 1 || params.bias_heads == 1 || params.bias_rows == 1 ||
                                          params.bias_columns == 1);
@@ -90,8 +91,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
       "or call it outside of torch.compile, where PyTorch code takes its place");
 
   BwdLaunch& launch = plan.launch;
-  const Tensor delta = allocate(q, {statistics.numel() / 2}, ScalarType::Float, false);
-  launch.delta = {delta.data_ptr(), params.reference.batch_stride, params.reference.head_stride};
+  const Tensor numbers = allocate(q, {plan.memory.numbers}, ScalarType::Float, false);
+  launch.numbers = static_cast<float*>(numbers.data_ptr());
   const Tensor dq_sum = allocate(q, {wants_dq ? plan.memory.dq_sum : 0}, ScalarType::Float, true);
   if (wants_dq) launch.dq_sum = static_cast<float*>(dq_sum.data_ptr());
   const Tensor turns = allocate(q, {wants_dq && deterministic ? plan.memory.turns : 0}, ScalarType::Int, true);
@@ -141,12 +142,19 @@ int64_t gpu_limit_card(int64_t capability, int64_t block_shared) {
   return capability;
 }
 
+int64_t gpu_choose_bwd_tile(int64_t tile) {
+  FLASH_CHECK(tile >= -1 && tile < 1000, "tile must be in [-1, 1000), is ", tile);
+  gpu::choose_bwd_tile_by_hand(static_cast<int>(tile));
+  return tile;
+}
+
 }  // namespace
 }  // namespace flash
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
   m.impl("gpu_plan", TORCH_BOX(&flash::gpu_plan));
   m.impl("gpu_limit_card", TORCH_BOX(&flash::gpu_limit_card));
+  m.impl("gpu_choose_bwd_tile", TORCH_BOX(&flash::gpu_choose_bwd_tile));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {

@@ -38,4 +38,7 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
       "gpu_plan(int device, int dtype, int dim, int dim_v, int variant, int keys) -> (Tensor numbers, Tensor reason)");
   // For tests: as if GPUs had no more than this capability (10 · major + minor) and shared memory; 0 = no limit.
   m.def("gpu_limit_card(int capability, int block_shared) -> int");
+  // For benchmarks: backward takes this tile of those that its kernel has (csrc/gpu/mma_sync/tiles.h), and refuses if there
+  // is none; -1 = the first that fits the card.
+  m.def("gpu_choose_bwd_tile(int tile) -> int");
 }

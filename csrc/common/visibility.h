@@ -59,6 +59,12 @@ struct Visibility {
     return {larger(0, k.begin - right - diagonal), smaller(seqlen_q, k.end - 1 + left - diagonal + 1)};
   }
 
+  // Rows that see every one of the keys.
+  FLASH_HOST_DEVICE Range rows_of_all(Range wanted) const {
+    if (wanted.empty() || wanted.begin < 0 || wanted.end > seqlen_k) return {};
+    return {larger(0, wanted.end - 1 - right - diagonal), smaller(seqlen_q, wanted.begin + left - diagonal + 1)};
+  }
+
   FLASH_HOST_DEVICE BlockRange key_blocks(Range rows, int64_t block) const {
     const Range any = keys_of_any(rows), all = keys_of_all(rows);
     if (any.empty()) return {};

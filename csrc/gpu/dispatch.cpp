@@ -48,7 +48,7 @@ constexpr BwdFunction kBwdFunctions[] = {
 #undef BWD
     nullptr};
 
-std::atomic<int> capability_limit = 0, shared_limit = 0;
+std::atomic<int> capability_limit = 0, shared_limit = 0, bwd_tile_by_hand = -1;
 
 int attribute(cudaDeviceAttr what, int device) {
   int value = 0;
@@ -66,7 +66,7 @@ Card card_of(int device) {
                     attribute(cudaDevAttrComputeCapabilityMinor, device),
                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                 attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-                attribute(cudaDevAttrL2CacheSize, device)};
+                attribute(cudaDevAttrL2CacheSize, device), attribute(cudaDevAttrMultiProcessorCount, device)};
   };
   Card card;
   if (device < kCached) {
@@ -143,12 +143,17 @@ std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_row
   return describe_error(function_of(found.choice->key, kFwdKeys, kFwdFunctions)(params, *launch, stream));
 }
 
-BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device) {
+BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, bool takes_turns) {
   const Card card = card_of(device);
   const Request request{params.dtype, params.dim, params.dim_v, bwd_variant_of(params), max_rows_k};
-  const std::optional<Choice> choice = choose_kernel(kBwdKeys, request, card, choose_bwd_tile);
+  std::optional<Choice> choice = choose_kernel(kBwdKeys, request, card, choose_bwd_tile);
   if (!choice) return {choice, no_kernel("backward ", request, device, card), {}, {}};
-  auto launch = make_bwd_launch(params, *choice, max_rows_q, max_rows_k, card.l2_bytes);
+  if (const int tile = bwd_tile_by_hand; tile >= 0) {
+    if (!bwd_tile_fits(choice->key, tile, card))
+      return {choice, "no tile " + std::to_string(tile) + " of the chosen backward kernel fits the card", {}, {}};
+    choice->tile = tile;
+  }
+  auto launch = make_bwd_launch(params, *choice, max_rows_q, max_rows_k, card, takes_turns);
   if (!launch) return {choice, kTooMany, {}, {}};
   launch->device = device;
   return {choice, "", *launch, bwd_memory(*launch, params, *choice)};
@@ -157,6 +162,8 @@ BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_r
 std::string backward(const BwdParams& params, const BwdPlan& plan, void* stream) {
   return describe_error(function_of(plan.choice->key, kBwdKeys, kBwdFunctions)(params, plan.launch, stream));
 }
+
+void choose_bwd_tile_by_hand(int tile) { bwd_tile_by_hand = tile; }
 
 void limit_card(int capability, int block_shared) {
   capability_limit = capability;

@@ -29,11 +29,15 @@ struct BwdPlan {
   BwdMemory memory;
 };
 
-BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device);
+// `takes_turns`: dQ is to repeat bit for bit.
+BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, bool takes_turns);
 
-// Writes the gradients of every real row; launch.delta and the sums must have their memory by now. Returns what went
+// Writes the gradients of every real row; launch.numbers and the sums must have their memory by now. Returns what went
 // wrong, or nothing.
 std::string backward(const BwdParams& params, const BwdPlan& plan, void* stream);
+
+// For benchmarks: backward takes this tile of each kernel's, or the first that fits (-1).
+void choose_bwd_tile_by_hand(int tile);
 
 // For tests: as if the card had no more than this capability and shared memory. 0: no limit.
 void limit_card(int capability, int block_shared);

@@ -4,7 +4,7 @@
 #include "common/dropout.h"
 #include "common/kernel_key.h"
 #include "common/params.h"
-#include "gpu/tile/tile_order.h"
+#include "gpu/tile/turns.h"
 
 namespace flash {
 
@@ -26,22 +26,23 @@ struct FwdLaunch {
 
 struct BwdLaunch {
   TileOrder order;  // its row blocks are key blocks, counted from the last
+  TurnOrder turn_order;
   uint32_t blocks = 0;
-  int device = 0;         // the current one
-  int tile = 0;           // index into the family's tiles of the key
-  int m_blocks = 0;       // row blocks of the longest sequence
-  int64_t group = 1;      // query heads of a key head
-  int64_t all_tiles = 0;  // row blocks of a head, of all sequences, in dq_sum
-  float scale = 1;        // of QKᵀ
-  float keep_scale = 1;   // of what dropout keeps
+  int device = 0;                      // the current one
+  int tile = 0;                        // index into the family's tiles of the key
+  int m_blocks = 0;                    // row blocks of the longest sequence
+  int64_t group = 1;                   // query heads of a key head
+  int64_t all_tiles = 0;               // row blocks of a head, of all sequences, in dq_sum
+  float scale = 1, inverse_scale = 1;  // of QKᵀ
+  float keep_scale = 1;                // of what dropout keeps
   DropoutThreshold threshold;
   bool vectorised_qk = false, vectorised_v = false, vectorised_dout = false, vectorised_out = false;
   bool vectorised_dq = false, vectorised_dk = false, vectorised_dv = false;
   int64_t max_rows_q = 0, max_rows_k = 0;  // rows of a sequence that the grids cover
-  // Memory of the call: delta = rowsum(dO ∘ O) - dLSE; and zeros for the rest.
-  RowArray delta;
+  // Memory of the call: the numbers of all queries (QueryTable of each row block); and zeros for the rest.
+  float* numbers = nullptr;
   float* dq_sum = nullptr;  // dQ / scale, in the order in which the threads hold it; null: not wanted
-  int* turns = nullptr;     // of each row block: how many key blocks have added to it; null: in any order
+  int* turns = nullptr;     // if turns are taken, of each row block: how many key blocks have added to it
   Broadcast dbias_sum;      // fp32
 };
 

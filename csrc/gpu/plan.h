@@ -19,6 +19,7 @@ struct Card {
   int block_shared = 0;  // bytes of shared memory that a CTA may ask for
   int sm_shared = 0;     // bytes that an SM has for all of its CTAs, of which each takes kReservedShared more
   int64_t l2_bytes = 0;
+  int sms = 1;
 };
 
 struct Request {
@@ -49,11 +50,16 @@ inline std::optional<int> choose_tile(KernelKey key, const Card& card, int64_t k
   return fits;
 }
 
+inline bool bwd_tile_fits(KernelKey key, int tile, const Card& card) {
+  const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
+  return tile < static_cast<int>(tiles.size()) && tiles[tile].rows > 0 &&
+         tiles[tile].shared_bytes(key.head_dim) + mma_sync::kStaticShared <= card.block_shared;
+}
+
 // The same of backward: the first that fits.
 inline std::optional<int> choose_bwd_tile(KernelKey key, const Card& card, int64_t /*keys*/) {
-  const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
-  for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].rows > 0; ++i)
-    if (tiles[i].shared_bytes(key.head_dim) + mma_sync::kStaticShared <= card.block_shared) return i;
+  for (int i = 0; i < static_cast<int>(mma_sync::BwdTiles{}.size()); ++i)
+    if (bwd_tile_fits(key, i, card)) return i;
   return std::nullopt;
 }
 
@@ -97,8 +103,11 @@ inline Variant variant_of(const AttentionParams& p) {
 // Heads whose tiles are dealt out together. Without a diagonal all row blocks of a head cost the same: one head after
 // the other. With one, the long row blocks of several heads come first, as many as half the L2 cache holds the keys of.
 // Measured on a GPU with 60 MB of L2: less than 4 leaves a tail of long tiles at the end, more than 32 gains nothing.
+inline bool has_window(const AttentionParams& p) {
+  return p.window.causal || p.window.left >= 0 || p.window.right >= 0;
+}
 inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
-  if (!p.window.causal && p.window.left < 0 && p.window.right < 0) return 1;
+  if (!has_window(p)) return 1;
   const int64_t head_bytes = std::max<int64_t>(1, p.rows_k.rows * (p.dim + p.dim_v) * 2 / p.group());
   return static_cast<uint32_t>(std::clamp<int64_t>(l2_bytes / 2 / head_bytes, 4, 32));
 }
@@ -141,36 +150,49 @@ inline Variant bwd_variant_of(const BwdParams& p) {
 
 // What backward needs beside its results.
 struct BwdMemory {
-  int64_t dq_sum = 0;  // floats
+  int64_t numbers = 0, dq_sum = 0;  // floats
   int64_t turns = 0;
 };
 
 inline BwdMemory bwd_memory(const BwdLaunch& launch, const BwdParams& p, Choice choice) {
   const int64_t tiles = launch.all_tiles * p.heads;
   const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice.key)[choice.tile];
-  return {tiles * tile.rows * choice.key.head_dim, tiles};
+  return {tiles * tile.table_floats(), tiles * tile.rows * choice.key.head_dim, tiles};
 }
 
-// `max_rows_*`: of the longest sequence. nullopt: more tiles than a grid can have, or rows than positions.
+// Key blocks of a circle (turns.h): few, so that whole circles fill the card almost, but enough for all of the card to
+// have work while each waits for none but its own.
+inline int64_t circle_size(int64_t n_blocks, int64_t key_heads, int sms) {
+  const int64_t most = std::clamp<int64_t>(divide_up(sms, std::max<int64_t>(1, key_heads)), std::min(32, sms), sms);
+  return divide_up(n_blocks, std::max<int64_t>(1, divide_up(n_blocks, most)));
+}
+
+// `max_rows_*`: of the longest sequence. `takes_turns`: dQ is to repeat bit for bit. nullopt: more tiles than a grid can
+// have, or rows than positions.
 inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choice, int64_t max_rows_q,
-                                                int64_t max_rows_k, int64_t l2_bytes) {
+                                                int64_t max_rows_k, const Card& card, bool takes_turns = false) {
   const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice.key)[choice.tile];
   const int64_t key_heads = p.heads == 0 ? 0 : p.batch * p.heads_k;  // heads_k is 1 where there are no heads
   const int64_t n_blocks = divide_up(max_rows_k, tile.keys);
   const int64_t m_blocks = divide_up(max_rows_q, tile.rows);
   constexpr int64_t kLeastRows = 16;  // of a block, in all launches
-  if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * n_blocks > kMostBlocks ||
+  const bool in_circles = takes_turns && !has_window(p);
+  const int64_t circle = in_circles ? circle_size(n_blocks, key_heads, card.sms) : n_blocks;
+  const int64_t circles = circle == 0 ? 0 : divide_up(n_blocks, circle);
+  if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * circles * circle > kMostBlocks ||
       p.batch * p.heads * divide_up(max_rows_q, kLeastRows) > kMostBlocks)
     return std::nullopt;
   BwdLaunch launch;
-  launch.order = TileOrder(static_cast<uint32_t>(n_blocks), static_cast<uint32_t>(p.heads_k),
-                           static_cast<uint32_t>(key_heads), head_group(p, l2_bytes));
-  launch.blocks = static_cast<uint32_t>(key_heads * n_blocks);
+  launch.order = TileOrder(static_cast<uint32_t>(circle), static_cast<uint32_t>(p.heads_k),
+                           static_cast<uint32_t>(key_heads * circles), head_group(p, card.l2_bytes));
+  launch.turn_order = {takes_turns, in_circles ? static_cast<int>(circle) : 0, Divisor(static_cast<uint32_t>(p.batch))};
+  launch.blocks = static_cast<uint32_t>(key_heads * circles * circle);
   launch.tile = choice.tile;
   launch.m_blocks = static_cast<int>(m_blocks);
   launch.group = p.group();
   launch.all_tiles = p.rows_q.cu_seqlens.given() ? p.rows_q.rows / tile.rows + p.batch : p.batch * m_blocks;
   describe_inputs(launch, p);
+  launch.inverse_scale = 1 / launch.scale;  // used where variant_of lets a plain scale through
   launch.vectorised_dout = is_vectorised(p.dout, p.dim_v);
   launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.vectorised_dq = is_vectorised(p.dq, p.dim);

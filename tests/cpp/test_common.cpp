@@ -71,6 +71,13 @@ static void test_tiles(const Window& w, const Visibility& v) {
           if (visible(w, m, n, i, j)) first = smaller(first, i), last = i;
       EXPECT(rows.empty() == (last < 0));
       if (last >= 0) EXPECT(rows.begin == first && rows.end == last + 1);
+      const Range all = v.rows_of_all({begin, end});
+      for (int64_t i = 0; i < m; ++i) {
+        bool sees_all = true;
+        for (int64_t j = begin; j < end; ++j) sees_all = sees_all && visible(w, m, n, i, j);
+        EXPECT(all.contains(i) == sees_all);
+      }
+      EXPECT(v.rows_of_all({begin, n + 1}).empty());  // no row sees what is not there
     }
 }
 

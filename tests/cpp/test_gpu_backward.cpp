@@ -13,12 +13,15 @@
 using namespace flash;
 
 static long checks = 0;
+// CTAs run one after the other here, so none may wait for a later one.
+static constexpr Card kOneSm{90, 227 << 10, 228 << 10, 40 << 20, 1};
 
 struct Options {
   bool causal = false;
   int64_t left = -1;
   double softcap = 0, dropout = 0;
   bool bias = false, mask = false, deterministic = false, empty_rows = false;
+  bool far = false;  // some queries and keys are so large that logits pass 2^20
 };
 
 struct Shape {
@@ -32,7 +35,7 @@ struct Call {
   BwdParams p;
   std::vector<uint16_t> q, k, v, out, dout, dq, dk, dv, bias;
   std::vector<uint8_t> mask;
-  std::vector<float> reference, log2_sum, delta, dlse, sink, dsink, dbias;
+  std::vector<float> reference, log2_sum, dlse, sink, dsink, dbias;
   std::vector<double> true_dq, true_dk, true_dv, true_dbias, true_dsink;
   int64_t seed[2] = {77, -5};
   std::mt19937 generator{1};
@@ -71,13 +74,22 @@ struct Call {
       static_cast<Broadcast&>(p.bias) = {bias.data(), 0, s.rows * s.keys, s.keys, 1};
       p.bias.dtype = kType;
     }
+    // Every third query has one dimension alone, a huge one, and weighs the eight keys that have it all the same.
+    if (o.far) {
+      for (int64_t i = 0; i < s.rows * s.heads; i += 3) {
+        std::fill_n(q.begin() + i * s.dim, s.dim, uint16_t{0});
+        q[i * s.dim] = static_cast<uint16_t>(ptx::pack<kType>(0x1p23f, 0));
+      }
+      for (int64_t j = 0; j < s.keys * s.heads_k; ++j)
+        k[j * s.dim] = static_cast<uint16_t>(ptx::pack<kType>(j % s.keys < 8 ? 2 : 0, 0));
+    }
     // Rows 0, 7, 14, ... see nothing, and hold NaN.
     if (o.empty_rows)
       for (int64_t i = 0; i < s.rows; i += 7) std::fill_n(mask.begin() + i * s.keys, s.keys, uint8_t{0});
     if (o.mask || o.empty_rows) static_cast<Broadcast&>(p.mask) = {mask.data(), 0, 0, s.keys, 1};
     if (o.dropout > 0) p.dropout = {seed, static_cast<uint32_t>(o.dropout * 65536), 1 / (1 - o.dropout)};
     const int64_t numbers = s.batch * s.heads * s.rows;
-    for (auto* x : {&reference, &log2_sum, &delta, &dlse}) x->resize(numbers);
+    for (auto* x : {&reference, &log2_sum, &dlse}) x->resize(numbers);
     const RowArray array{nullptr, s.heads * s.rows, s.rows};
     p.reference = p.log2_sum = p.dlse = array;
     p.reference.data = reference.data(), p.log2_sum.data = log2_sum.data(), p.dlse.data = dlse.data();
@@ -176,11 +188,12 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   Call<kKey.dtype> call(shape, options);
   const BwdParams& p = call.p;
   const Choice choice{kKey, kTile};
-  BwdLaunch launch = *make_bwd_launch(p, choice, shape.rows, shape.keys, 40 << 20);
+  BwdLaunch launch = *make_bwd_launch(p, choice, shape.rows, shape.keys, kOneSm, options.deterministic);
   const BwdMemory memory = bwd_memory(launch, p, choice);
   std::vector<float4> dq_sum(memory.dq_sum / 4);
   std::vector<int> turns(memory.turns);
-  launch.delta = {call.delta.data(), p.reference.batch_stride, p.reference.head_stride};
+  std::vector<float4> numbers(memory.numbers / 4);
+  launch.numbers = &numbers.data()->x;
   launch.dq_sum = &dq_sum.data()->x;
   if (options.deterministic) launch.turns = turns.data();
   if (options.bias) {
@@ -190,15 +203,17 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   // What a CTA has not written is NaN.
   const auto spoil = [] { std::fill(std::begin(mma_sync::shared), std::end(mma_sync::shared), uint8_t{0xFF}); };
   const auto blocks = static_cast<unsigned>(shape.batch * shape.heads);
-  const auto row_blocks = static_cast<unsigned>(divide_up(shape.rows, kRowsOfCta));
   constexpr int kLanes = F::kHeadDim <= 64 ? 8 : F::kHeadDim <= 128 ? 16 : 32;
   const auto run = [&](unsigned ctas, int threads, const auto& kernel) {
     cuda_on_cpu::launch(ctas, threads, kernel, spoil);
   };
-  run(row_blocks * blocks, kRowThreads,
-      [&] { delta_kernel<kKey.dtype, kLanes>(p, launch.delta, row_blocks, launch.vectorised_dout); });
+  run(static_cast<unsigned>(launch.m_blocks) * blocks, kRowThreads, [&] {
+    numbers_kernel<kKey.dtype, typename F::Table, kLanes>(p, launch.numbers, launch.m_blocks, launch.all_tiles,
+                                                          launch.vectorised_dout);
+  });
   if (p.sink != nullptr)
-    run(static_cast<unsigned>(shape.heads), kRowThreads, [&] { sink_kernel<kKey.dtype>(p, launch.delta); });
+    run(static_cast<unsigned>(shape.heads), kRowThreads,
+        [&] { sink_kernel<typename F::Table>(p, launch.numbers, launch.m_blocks, launch.all_tiles); });
   run(launch.blocks, F::kThreads, [&] {
     mma_sync::bwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, 1>(p, launch);
   });
@@ -232,6 +247,16 @@ int main(int argc, char** /*argv*/) {
                                                 {.left = 30, .deterministic = true});
     test<KernelKey{kAmpere, kBf16, 64, plain}, 1>("dim 64, less shared memory", {1, 1, 1, 70, 75, 64},
                                                   {.causal = true});
+    test<KernelKey{kAmpere, kBf16, 64, plain}>("far queries", {1, 1, 1, 70, 140, 64}, {.far = true});
+    test<KernelKey{kAmpere, kBf16, 64, dropout}>("far queries, dropout", {1, 1, 1, 70, 70, 64},
+                                                 {.dropout = 0.2, .far = true});
+    test<KernelKey{kAmpere, kBf16, 64, biased}>("far queries, mask", {1, 1, 1, 70, 70, 64},
+                                                {.mask = true, .far = true});
+    test<KernelKey{kAmpere, kBf16, 64, plain}, 2>("dim 64, fewer rows", {2, 1, 1, 130, 140, 64}, {.left = 50});
+    test<KernelKey{kAmpere, kBf16, 64, plain}, 3>("dim 64, fewer keys", {1, 2, 1, 150, 75, 64}, {.causal = true});
+    test<KernelKey{kAmpere, kBf16, 128, plain}, 1>("dim 128, less shared memory", {1, 1, 1, 70, 75, 128});
+    test<KernelKey{kAmpere, kBf16, 128, plain}, 2>("dim 128, two CTAs", {1, 1, 1, 70, 75, 128},
+                                                   {.causal = true, .deterministic = true});
     test<KernelKey{kAmpere, kBf16, 128, dropout}>("dim 128, dropout", {1, 1, 1, 70, 140, 128}, {.dropout = 0.3});
     test<KernelKey{kAmpere, kBf16, 128, biased}>("dim 100, all options", {1, 1, 1, 70, 70, 100}, all);
     test<KernelKey{kAmpere, kBf16, 32, plain}>("dim 32", {2, 1, 1, 140, 70, 32});

@@ -35,9 +35,9 @@ static std::vector<KernelKey> all_keys() {
 }
 
 // Capability, shared memory of a CTA and of an SM.
-static constexpr Card kT4{75, 64 << 10, 64 << 10, 4 << 20}, kA100{80, 163 << 10, 164 << 10, 40 << 20},
-    kRtx3090{86, 99 << 10, 100 << 10, 6 << 20}, kH200{90, 227 << 10, 228 << 10, 60 << 20},
-    kRtx5090{120, 99 << 10, 100 << 10, 96 << 20};
+static constexpr Card kT4{75, 64 << 10, 64 << 10, 4 << 20, 40}, kA100{80, 163 << 10, 164 << 10, 40 << 20, 108},
+    kRtx3090{86, 99 << 10, 100 << 10, 6 << 20, 82}, kH200{90, 227 << 10, 228 << 10, 60 << 20, 132},
+    kRtx5090{120, 99 << 10, 100 << 10, 96 << 20, 82};
 
 static void test_every_request_fits() {
   const std::vector<KernelKey> keys = all_keys();
@@ -88,22 +88,22 @@ static void test_backward_launch() {
   p.rows_q.rows = 1000, p.rows_k.rows = 500;
   const Choice choice{key, 0};
   const mma_sync::BwdTile tile = mma_sync::bwd_tiles(key)[0];
-  auto launch = make_bwd_launch(p, choice, 1000, 500, 40 << 20);
+  auto launch = make_bwd_launch(p, choice, 1000, 500, kH200);
   EXPECT(launch && launch->group == 4 && launch->blocks == 3 * 2 * divide_up(500, tile.keys));
   EXPECT(launch->all_tiles == 3 * divide_up(1000, tile.rows));
   EXPECT(bwd_memory(*launch, p, choice).dq_sum == launch->all_tiles * 8 * tile.rows * 128);
   // Packed sequences: one block more than the rows fill is enough for each, and memory does not grow with the longest.
   const int32_t cu[] = {0, 1, 1, 1000};
   p.rows_q.cu_seqlens = {cu, false};
-  launch = make_bwd_launch(p, choice, 999, 500, 40 << 20);
+  launch = make_bwd_launch(p, choice, 999, 500, kH200);
   EXPECT(launch->all_tiles == 1000 / tile.rows + 3);
   for (int64_t b = 0; b < 3; ++b) {
     const int64_t next = b + 1 < 3 ? cu[b + 1] / tile.rows + b + 1 : launch->all_tiles;
     EXPECT(cu[b] / tile.rows + b + divide_up(cu[b + 1] - cu[b], tile.rows) <= next);
   }
-  EXPECT(!make_bwd_launch(p, choice, int64_t{1} << 29, 500, 40 << 20));
+  EXPECT(!make_bwd_launch(p, choice, int64_t{1} << 29, 500, kH200));
   p.heads = 0, p.heads_k = 1;
-  EXPECT(make_bwd_launch(p, choice, 999, 500, 40 << 20)->blocks == 0);
+  EXPECT(make_bwd_launch(p, choice, 999, 500, kH200)->blocks == 0);
 }
 
 static void test_less_shared_memory() {
@@ -208,6 +208,88 @@ static void test_launch() {
   }
 }
 
+// Backward's key blocks in turns, a row block a step, on a card with so many places for CTAs: steps that it takes until all
+// have added to all row blocks that they see.
+static long steps_in_turns(const BwdParams& p, const BwdLaunch& launch, int keys, int rows, int places) {
+  struct Cta {
+    Turns turns;
+    std::vector<int> row_blocks;
+    int64_t head = 0;
+    size_t done = 0;
+  };
+  const Visibility visibility = make_visibility(p.window, p.rows_q.rows, p.rows_k.rows);
+  std::vector<Cta> ctas(launch.blocks);
+  const auto row_blocks = static_cast<int>(divide_up(p.rows_q.rows, rows));
+  for (uint32_t i = 0; i < launch.blocks; ++i) {
+    const TileIndex tile = launch.turn_order.key_block(launch.order, i);
+    EXPECT(0 <= tile.batch && tile.batch < p.batch && tile.m_block >= 0);
+    const int64_t first_key = int64_t{tile.m_block} * keys;
+    if (first_key >= p.rows_k.rows) continue;
+    ctas[i].head = tile.batch * p.heads + tile.head;
+    ctas[i].turns = {launch.turn_order, visibility, tile.m_block, keys, rows};
+    const Range range = visibility.rows_of_any({first_key, first_key + keys});
+    if (range.empty()) continue;
+    const int begin = static_cast<int>(range.begin) / rows, end = static_cast<int>(divide_up(range.end, rows));
+    const int first = ctas[i].turns.first_row_block(begin);
+    EXPECT(begin <= first && first < end);
+    for (int m = first; m < end; ++m) ctas[i].row_blocks.push_back(m);
+    for (int m = begin; m < first; ++m) ctas[i].row_blocks.push_back(m);
+  }
+  std::vector<int> added(p.batch * p.heads * row_blocks);
+  std::vector<size_t> running;
+  long steps = 0;
+  for (size_t next = 0;; ++steps) {
+    while (next < ctas.size() && running.size() < static_cast<size_t>(places))
+      if (const size_t cta = next++; !ctas[cta].row_blocks.empty()) running.push_back(cta);
+    if (running.empty()) return steps;
+    // What is added in a step is seen in the next.
+    std::vector<int*> adds;
+    for (size_t cta : running) {
+      const int m = ctas[cta].row_blocks[ctas[cta].done];
+      int& turn = added[ctas[cta].head * row_blocks + m];
+      if (turn == ctas[cta].turns.turn(visibility, m)) adds.push_back(&turn), ++ctas[cta].done;
+    }
+    EXPECT(!adds.empty());  // nobody waits for whom it keeps waiting
+    for (int* turn : adds) ++*turn;
+    std::erase_if(running, [&](size_t cta) { return ctas[cta].done == ctas[cta].row_blocks.size(); });
+  }
+}
+
+static void test_turns() {
+  const KernelKey key{Arch::sm80, DataType::kBFloat16, 128, Variant::plain};
+  const mma_sync::BwdTile tile = mma_sync::bwd_tiles(key)[0];
+  for (int sms : {1, 5, 20, 132})
+    for (int64_t rows : {1, 70, 500, 4096})
+      for (int64_t keys : {1, 300, 1000, 4096})
+        for (int64_t heads : {1, 5})
+          for (const Window& window : {Window{}, Window{true}, Window{true, true}, Window{false, false, 200, 100},
+                                       Window{false, false, -1, 90}, Window{false, false, 300, -1}}) {
+            BwdParams p;
+            p.batch = 2, p.heads = p.heads_k = heads, p.dim = p.dim_v = 128;
+            p.rows_q.rows = rows, p.rows_k.rows = keys;
+            p.window = window;
+            Card card = kH200;
+            card.sms = sms;
+            const auto launch = make_bwd_launch(p, {key, 0}, rows, keys, card, true);
+            EXPECT(launch->turn_order.circle <= sms);
+            steps_in_turns(p, *launch, tile.keys, tile.rows, sms);
+          }
+  // Nobody waits, where all fit; else little.
+  for (bool causal : {false, true})
+    for (int64_t seqlen : {512, 2048, 4096, 16384}) {
+      BwdParams p;
+      p.batch = 16384 / seqlen, p.heads = p.heads_k = 16, p.dim = p.dim_v = 128;
+      p.rows_q.rows = p.rows_k.rows = seqlen;
+      p.window.causal = causal;
+      BwdLaunch launch = *make_bwd_launch(p, {key, 0}, seqlen, seqlen, kH200, true);
+      const long taken = steps_in_turns(p, launch, tile.keys, tile.rows, kH200.sms);
+      const long rows = seqlen / tile.rows, blocks = seqlen / tile.keys, step = tile.keys / tile.rows;
+      const long of_head = causal ? rows * blocks - step * blocks * (blocks - 1) / 2 : rows * blocks;
+      const long least = of_head * p.batch * p.heads / kH200.sms;
+      EXPECT(taken <= least * 5 / 4 + rows);
+    }
+}
+
 int main() {
   test_every_request_fits();
   test_every_backward_fits();
@@ -218,5 +300,6 @@ int main() {
   test_divisor();
   test_order();
   test_launch();
+  test_turns();
   std::printf("%ld checks\n", checks);
 }

@@ -3,118 +3,189 @@
 
 #include "gpu/mma_sync/bwd_work.cuh"
 #include "gpu/ptx/order.cuh"
-#include "gpu/tile/gradient.cuh"
 #include "gpu/tile/score.cuh"
 
 namespace flash::mma_sync {
 
+// Where a warp's S and dP lie, for what becomes of them.
+struct GradientTile {
+  GradientPlace place;
+  int64_t head;
+  int first_row, lane;  // the warp's first row in the tile
+};
+
 template <class F>
-__device__ __forceinline__ GradientDropout<F::kM, F::kN> draw_dropout(const GradientPlace& place, int64_t head,
-                                                                      const BwdParams& p, const BwdLaunch& launch,
-                                                                      const BwdWork& work) {
+__device__ __forceinline__ GradientDropout<F::kM, F::kN> draw_dropout(const GradientTile& tile, const BwdParams& p,
+                                                                      const BwdLaunch& launch, const BwdWork& work) {
   GradientDropout<F::kM, F::kN> dropout;
   if constexpr (F::kDropout) {
     if (p.dropout.given())
-      dropout.draw(work.streams[(head - work.head_k * launch.group) % 2], place, launch.threshold);
+      dropout.draw(work.streams[(tile.head - work.first_head) % 2], tile.place, launch.threshold);
     else
       dropout.keep_all();
   }
   return dropout;
 }
 
-// Where a warp's S and dP lie, for what becomes of them.
-struct GradientTile {
-  GradientPlace place;
-  int64_t head;
-  int row_in_tile;  // this thread's first query
-  bool is_special;  // some query is far, or sees nothing
+// Fragments of P and dS in turn: those of one key and of the n8 tiles that lie beside each other in shared memory.
+template <class F>
+struct Pieces {
+  static constexpr int kTiles = F::kDealt ? 4 : 1;
+  static constexpr int kCount = F::kM * 2 * F::kN / kTiles;
+  int m, half, n;
+
+  __device__ __forceinline__ constexpr explicit Pieces(int piece)
+      : m(piece / 2 % F::kM), half(piece % 2), n(piece / (2 * F::kM) * kTiles) {}
 };
 
-// P of one element. `shift`, ...: of its query.
+// Where a thread's part of P or dS goes in shared memory.
 template <class F>
-__device__ __forceinline__ float probability(float s, const BwdLaunch& launch, bool any_far, float shift,
-                                             float reference, float log2_sum) {
-  const float scale = F::kBiased ? 1.f : launch.scale;  // what s still lacks
-  float exponent = fmaf(s, scale * kLog2E<float>, -shift);
-  if (any_far && fabsf(reference) >= QueryNumbers::kFar)
-    exponent = fmaf(fmaf(s, scale, -reference), kLog2E<float>, -log2_sum);
-  return ptx::exp2_approximate(exponent);
+struct ScoreStore {
+  using Layout = Panels<F::kRows, F::kPeriod>;
+  uint32_t address;
+
+  static __device__ __forceinline__ uint32_t first(uint32_t tile, int warp_key, int warp_row, int lane) {
+    return F::ReaderScore::at(tile, warp_key + lane / 4, warp_row / 8 + (F::kDealt ? lane % 4 : 0)).address +
+           (F::kDealt ? 0 : lane % 4 * 4);
+  }
+
+  __device__ __forceinline__ void store(const float (&r)[F::kM][F::kN][4], int piece, int bytes = 0) const {
+    const Pieces<F> at(piece);
+    const uint32_t target = Layout::template moved<F::kKeys>(address, 16 * at.m + 8 * at.half, at.n) + bytes;
+    const auto pair = [&](int n) {
+      const float (&x)[4] = r[at.m][at.n + n];
+      return ptx::pack<F::kKey.dtype>(x[2 * at.half], x[2 * at.half + 1]);
+    };
+    if constexpr (F::kDealt)
+      ptx::store_shared_16(target, uint4{pair(0), pair(1), pair(2), pair(3)});
+    else
+      ptx::store_shared_4(target, pair(0));
+  }
+};
+
+// S - R in S's own unit for the queries that are far (QueryNumbers).
+template <class F>
+__device__ __forceinline__ void rebase_far(float (&rS)[F::kM][F::kN][4], const GradientTile& tile,
+                                           typename F::Table numbers, const BwdLaunch& launch) {
+#pragma unroll
+  for (int n = 0; n < F::kN; ++n)
+#pragma unroll
+    for (int column = 0; column < 2; ++column) {
+      const float reference = numbers.reference(tile.first_row + 8 * n + tile.lane % 4 * 2 + column);
+      if (!QueryNumbers::is_far(reference)) continue;
+#pragma unroll
+      for (int i = 0; i < F::kM * 2; ++i) {
+        float& s = rS[i / 2][n][i % 2 * 2 + column];
+        s = fmaf(s, launch.scale, -reference) * launch.inverse_scale;
+      }
+    }
 }
 
-// S and dP of a warp become P (dropped, without dropout's factor) and dS, for dV and dK. kClean: every row sees every
-// key, and no query is special.
-template <class F, bool kClean>
-__device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
-                                                  const GradientTile& tile, const BwdParams& p, const BwdLaunch& launch,
-                                                  const BwdWork& work, QueryTable<F::kRows> numbers,
+// `value` where a query does not see a key.
+template <class F>
+__device__ __forceinline__ void replace_unseen(float (&r)[F::kM][F::kN][4], const GradientPlace& place,
+                                               const Visibility& visibility, float value) {
+  const DiagonalInterval diagonal(visibility, place.query);
+  // A step down and a step to the left are the same to a diagonal: one number says where an element lies.
+  const auto seen = static_cast<uint32_t>(max(0, diagonal.end - diagonal.begin));
+  const int first = diagonal.end - place.key - 1;
+#pragma unroll
+  for (int i = 0; i < F::kM * 2; ++i) {
+    const bool is_key = place.key + 8 * i < place.keys;
+#pragma unroll
+    for (int n = 0; n < F::kN; ++n)
+#pragma unroll
+      for (int column = 0; column < 2; ++column)
+        if (!is_key || static_cast<uint32_t>(first + 8 * n + column - 8 * i) >= seen)
+          r[i / 2][n][i % 2 * 2 + column] = value;
+  }
+}
+
+// One piece of S becomes P = exp2(S · c - shift). `shifts`: of its n8 tiles.
+template <class F>
+__device__ __forceinline__ void exponentiate(float (&rS)[F::kM][F::kN][4], const float (&shifts)[Pieces<F>::kTiles][2],
+                                             float exponent_scale, int piece) {
+  const Pieces<F> at(piece);
+#pragma unroll
+  for (int i = 0; i < 2 * Pieces<F>::kTiles; ++i) {
+    float& s = rS[at.m][at.n + i / 2][2 * at.half + i % 2];
+    s = ptx::exp2_approximate(fmaf(s, exponent_scale, -shifts[i / 2][i % 2]));
+  }
+}
+
+// dS = P · (dP - delta), of P and dP - delta.
+template <class F>
+__device__ __forceinline__ void multiply_by_weights(float (&rdP)[F::kM][F::kN][4], const float (&rP)[F::kM][F::kN][4]) {
+#pragma unroll
+  for (int i = 0; i < F::kM * F::kN * 4; ++i)
+    rdP[i / (F::kN * 4)][i / 4 % F::kN][i % 4] *= rP[i / (F::kN * 4)][i / 4 % F::kN][i % 4];
+}
+
+// The same with dropout, of P and dP: both are dropped, P without dropout's factor, which dV gets in the end.
+template <class F>
+__device__ __forceinline__ void multiply_and_drop(float (&rdP)[F::kM][F::kN][4], float (&rP)[F::kM][F::kN][4],
+                                                  const GradientTile& tile, const BwdLaunch& launch,
+                                                  const typename F::Table& numbers,
                                                   const GradientDropout<F::kM, F::kN>& dropout) {
+#pragma unroll
+  for (int n = 0; n < F::kN; ++n) {
+    float minus_deltas[4];
+    numbers.minus_deltas(minus_deltas, tile.first_row + 8 * n, tile.lane);
+#pragma unroll
+    for (int i = 0; i < F::kM * 4; ++i) {
+      float &weight = rP[i / 4][n][i % 4], &dp = rdP[i / 4][n][i % 4];
+      const bool kept = dropout.keeps(i / 4, n, i % 4);
+      dp = weight * fmaf(kept ? dp : 0.f, launch.keep_scale, minus_deltas[i % 4]);
+      if (!kept) weight = 0;
+    }
+  }
+}
+
+// All of it, with the logits' options: S and dP become P and dS.
+template <class F>
+__device__ __forceinline__ void apply_options(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
+                                              const GradientTile& tile, bool is_special, const BwdParams& p,
+                                              const BwdLaunch& launch, const BwdWork& work,
+                                              const typename F::Table& numbers,
+                                              const GradientDropout<F::kM, F::kN>& dropout) {
   const GradientPlace& place = tile.place;
   const DiagonalInterval diagonal(work.visibility, place.query);
   const LogitOptions<F::kKey.dtype> options{p,
                                             work.sequence,
                                             tile.head,
                                             softcap_of<float>(p.score),
-                                            F::kBiased ? alibi_slope<float>(p.score, work.batch, tile.head) : 0.f,
+                                            alibi_slope<float>(p.score, work.batch, tile.head),
                                             work.visibility.diagonal};
+  float shifts[F::kN][2];
+  numbers.shifts(shifts, tile.first_row, tile.lane);
 #pragma unroll
   for (int n = 0; n < F::kN; ++n) {
-    const int row = tile.row_in_tile + 8 * n;
-    const float2 shifts = numbers.shifts(row), deltas = numbers.deltas(row);
-    const float2 references = kClean ? float2{} : numbers.references(row),
-                 sums = kClean ? float2{} : numbers.log2_sums(row);
+    float minus_deltas[4];
+    numbers.minus_deltas(minus_deltas, tile.first_row + 8 * n, tile.lane);
 #pragma unroll
     for (int i = 0; i < F::kM * 4; ++i) {
       const int block = i / 4, c = i % 4, column = c % 2, below = 8 * n + column;
       const int key = place.key + 16 * block + c / 2 * 8;
-      float &s = rS[block][n][c], &dp = rdP[block][n][c];
-      bool seen = true;
-      if constexpr (!kClean)
-        seen = max(0, diagonal.begin + below) <= key && key < min(place.keys, diagonal.end + below);
-      float derivative = 1;
-      if constexpr (F::kBiased) {
-        s *= launch.scale;
-        seen = seen && place.query + below < place.rows && options.apply(s, derivative, place.query + below, key);
+      float s = rS[block][n][c] * launch.scale, dp = rdP[block][n][c], derivative = 1;
+      const bool seen = max(0, diagonal.begin + below) <= key && key < min(place.keys, diagonal.end + below) &&
+                        place.query + below < place.rows && options.apply(s, derivative, place.query + below, key);
+      if (is_special) {
+        const float reference = numbers.reference(tile.first_row + tile.lane % 4 * 2 + below);
+        if (QueryNumbers::is_far(reference)) s -= reference;
       }
-      float weight = probability<F>(s, launch, !kClean, column ? shifts.y : shifts.x,
-                                    column ? references.y : references.x, column ? sums.y : sums.x);
-      if (!seen) weight = 0;
-      s = weight;
-      const float delta = column ? deltas.y : deltas.x;
-      if constexpr (F::kDropout) {
-        const bool kept = dropout.keeps(block, n, c);
-        dp = weight * fmaf(kept ? dp : 0.f, launch.keep_scale, -delta);
-        s = kept ? weight : 0.f;
-      } else {
-        dp = weight * (dp - delta);
-      }
-      if (!seen) dp = 0;  // dP may be NaN
-      if constexpr (F::kBiased) {
-        if (launch.dbias_sum.given() && seen)
-          ptx::add_global(
-              static_cast<float*>(launch.dbias_sum.data) +
-                  launch.dbias_sum.offset(work.sequence.index, tile.head, work.sequence.q.leftpad + place.query + below,
-                                          work.sequence.k.leftpad + key),
-              dp);
-        dp *= derivative;
-      }
+      const float weight = seen ? ptx::exp2_approximate(fmaf(s, kLog2E<float>, -shifts[n][column])) : 0.f;
+      const bool kept = dropout.keeps(block, n, c);
+      rS[block][n][c] = kept ? weight : 0.f;
+      dp = seen ? weight * fmaf(kept ? dp : 0.f, launch.keep_scale, minus_deltas[c]) : 0.f;  // dP may be NaN
+      if (launch.dbias_sum.given() && seen)
+        ptx::add_global(
+            static_cast<float*>(launch.dbias_sum.data) +
+                launch.dbias_sum.offset(work.sequence.index, tile.head, work.sequence.q.leftpad + place.query + below,
+                                        work.sequence.k.leftpad + key),
+            dp);
+      rdP[block][n][c] = dp * derivative;
     }
   }
-}
-
-// The same, with what this tile needs.
-template <class F>
-__device__ __forceinline__ void compute_gradients(float (&rS)[F::kM][F::kN][4], float (&rdP)[F::kM][F::kN][4],
-                                                  const GradientTile& tile, int m, const BwdParams& p,
-                                                  const BwdLaunch& launch, const BwdWork& work,
-                                                  QueryTable<F::kRows> numbers,
-                                                  const GradientDropout<F::kM, F::kN>& dropout) {
-  const Range rows{int64_t{m} * F::kRows, min(work.rows, (m + 1) * F::kRows)};
-  const Range all = work.visibility.keys_of_all(rows);
-  const bool full = all.begin <= int64_t{work.n} * F::kKeys && int64_t{work.n + 1} * F::kKeys <= all.end;
-  if (!F::kBiased && full && !tile.is_special)
-    compute_gradients<F, true>(rS, rdP, tile, p, launch, work, numbers, dropout);
-  else
-    compute_gradients<F, false>(rS, rdP, tile, p, launch, work, numbers, dropout);
 }
 
 }  // namespace flash::mma_sync

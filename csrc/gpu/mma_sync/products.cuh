@@ -11,15 +11,23 @@
 
 namespace flash::mma_sync {
 
-// D += A · B for 16 × 16 × 16 blocks: Turing has half the depth.
+// D = C + A · B for 16 × 16 × 16 blocks: Turing has half the depth.
 template <KernelKey kKey>
-__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                         const float (&c)[4]) {
   if constexpr (kKey.arch >= Arch::sm80) {
-    ptx::mma_m16n8k16<kKey.dtype>(d, a, b0, b1);
+    ptx::mma_m16n8k16<kKey.dtype>(d, a, b0, b1, c);
   } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] = c[i];
     ptx::mma_m16n8k8(d, a[0], a[1], b0);
     ptx::mma_m16n8k8(d, a[2], a[3], b1);
   }
+}
+
+template <KernelKey kKey>
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  multiply<kKey>(d, a, b0, b1, d);
 }
 
 // f(0), ..., f(kCount - 1), each argument a constant.

@@ -80,14 +80,15 @@ struct BwdTile {
   constexpr int threads() const { return 32 * warps; }
   constexpr int kv_bytes(int head_dim) const { return keys * head_dim * 2; }
   constexpr int q_bytes(int head_dim) const { return rows * head_dim * 2; }
-  constexpr int score_bytes() const { return rows * keys * 2; }             // of P or dS
-  constexpr int statistics_bytes() const { return stages * 4 * rows * 4; }  // QueryNumbers
+  constexpr int score_bytes() const { return rows * keys * 2; }  // of P or dS
+  constexpr int table_floats() const { return 4 * rows + 4; }    // QueryTable
   constexpr int shared_bytes(int head_dim) const {
-    return 2 * kv_bytes(head_dim) + 2 * stages * q_bytes(head_dim) + 2 * score_bytes() + statistics_bytes();
+    return 2 * kv_bytes(head_dim) + 2 * stages * q_bytes(head_dim) + 2 * score_bytes() + stages * table_floats() * 4;
   }
 };
 
-using BwdTiles = std::array<BwdTile, 3>;
+// In order of preference: the first that fits the card is used. Behind those, others that a benchmark may choose.
+using BwdTiles = std::array<BwdTile, 5>;
 
 constexpr BwdTiles bwd_tiles(KernelKey key) {
   if (key.arch == Arch::sm75) {  // 64 KB
@@ -98,12 +99,15 @@ constexpr BwdTiles bwd_tiles(KernelKey key) {
   }
   if (key.head_dim <= 64) {
     if (key.variant >= Variant::dropout) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
-    return {{{128, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
+    constexpr BwdTile kOfDropout{64, 128, 8, 4, 4, 2}, kMoreRows{128, 64, 4, 2, 4, 1, 2};
+    return {{{128, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}, kOfDropout, kMoreRows}};
   }
   if (key.head_dim <= 96) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 1}}};
   if (key.head_dim <= 128) {
     if (key.variant == Variant::biased) return {{{64, 64, 8, 2, 2, 1}}};
-    return {{{64, 128, 8, 4, 2, 2}, {64, 64, 8, 2, 2, 1}}};
+    if (key.variant == Variant::dropout) return {{{64, 128, 8, 4, 2, 2}, {64, 64, 8, 2, 2, 1}}};
+    constexpr BwdTile kTwoCtas{64, 64, 4, 2, 2, 1, 2};
+    return {{{64, 128, 8, 4, 2, 2}, {64, 64, 8, 2, 2, 1}, kTwoCtas}};
   }
   if (key.head_dim <= 192) return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
   return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};

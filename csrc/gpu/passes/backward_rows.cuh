@@ -1,9 +1,10 @@
-// What backward does row by row, around its main kernel: delta before it, the gradient of the sink, and dQ after it.
+// What backward does row by row, around its main kernel: the queries' numbers before it, and the gradient of the sink.
 #pragma once
 
 #include "common/sequence.h"
 #include "common/statistics.h"
 #include "gpu/ptx/math.cuh"
+#include "gpu/tile/gradient.cuh"
 
 namespace flash {
 
@@ -22,20 +23,38 @@ struct RowBlock {
   }
 };
 
-inline constexpr int kRowsOfCta = 64, kRowThreads = 256;
+inline constexpr int kRowThreads = 256;
 
-// delta = rowsum(dO ∘ O) - dLSE (paper, Algorithm 4, line 4, and the gradient of the LSE). kLanes lanes take a row.
-template <DataType kType, int kLanes>
-__global__ void __launch_bounds__(kRowThreads)
-    delta_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ RowArray delta, int64_t blocks,
-                 bool vectorised) {
-  const RowBlock block(blocks, p.heads, kRowsOfCta);
+// Row blocks in arrays that hold something of each: [head][sequence][block]; a packed sequence gets one more than its
+// rows fill, so that its first follows from cu_seqlens alone. `m_blocks`: of the longest sequence.
+template <int kRows>
+__device__ __forceinline__ int64_t first_row_tile(const BwdParams& p, int m_blocks, int64_t batch) {
+  return p.rows_q.cu_seqlens.given() ? p.rows_q.cu_seqlens[batch] / kRows + batch : batch * m_blocks;
+}
+
+__device__ __forceinline__ RowStatistics<float> statistics_of(const BwdParams& p, const Rows& rows, int64_t head,
+                                                              int64_t row) {
+  return {static_cast<const float*>(p.reference.data)[at(p.reference, rows, head, row)],
+          static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, head, row)]};
+}
+
+// The numbers of a row block's queries, with delta = rowsum(dO ∘ O) - dLSE (paper, Algorithm 4, line 4, and the gradient
+// of the LSE). kLanes lanes take a row. `all_tiles`: row blocks of a head.
+template <DataType kType, class Table, int kLanes>
+__global__ void __launch_bounds__(kRowThreads) numbers_kernel(const __grid_constant__ BwdParams p, float* numbers,
+                                                              int m_blocks, int64_t all_tiles, bool vectorised) {
+  const RowBlock block(m_blocks, p.heads, Table::kRows);
   const Rows rows = rows_of_sequence(p.rows_q, block.batch);
-  if (!rows_are_possible(p.rows_q, rows, block.batch, -1)) return;
+  if (!rows_are_possible(p.rows_q, rows, block.batch, -1) || block.first_row >= rows.length) return;
+  const int64_t tile =
+      block.head * all_tiles + first_row_tile<Table::kRows>(p, m_blocks, block.batch) + block.first_row / Table::kRows;
+  float* table = numbers + tile * Table::kFloats;
   const int lane = threadIdx.x % kLanes;
+  bool any_special = false;
 #pragma unroll
-  for (int first = 0; first < kRowsOfCta; first += kRowThreads / kLanes) {
-    const int64_t row = block.first_row + first + threadIdx.x / kLanes, tensor_row = rows.first() + row;
+  for (int first = 0; first < Table::kRows; first += kRowThreads / kLanes) {
+    const int row_of_block = first + static_cast<int>(threadIdx.x) / kLanes;
+    const int64_t row = block.first_row + row_of_block, tensor_row = rows.first() + row;
     float sum = 0;
     if (row < rows.length) {
       const auto* dout = static_cast<const uint16_t*>(p.dout.data) + p.dout.offset(rows.batch, block.head, tensor_row);
@@ -56,18 +75,25 @@ __global__ void __launch_bounds__(kRowThreads)
     }
 #pragma unroll
     for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-    if (lane != 0 || row >= rows.length) continue;
-    const bool empty = static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, block.head, row)] == -INFINITY;
-    if (p.dlse.data != nullptr) sum -= static_cast<const float*>(p.dlse.data)[at(p.dlse, rows, block.head, row)];
-    static_cast<float*>(delta.data)[at(delta, rows, block.head, row)] = empty ? 0.f : sum;
+    if (lane != 0 || row_of_block >= Table::kRows) continue;
+    QueryNumbers result;
+    if (row < rows.length) {
+      const RowStatistics<float> statistics = statistics_of(p, rows, block.head, row);
+      if (p.dlse.data != nullptr) sum -= static_cast<const float*>(p.dlse.data)[at(p.dlse, rows, block.head, row)];
+      result = {statistics, statistics.log2_sum == -INFINITY ? 0.f : sum};
+      any_special |= result.is_special();
+    }
+    Table::store(table, row_of_block, result);
   }
+  any_special = __syncthreads_or(any_special);
+  if (threadIdx.x < 4) table[Table::kSpecial + threadIdx.x] = any_special ? 1.f : 0.f;
 }
 
 // dsink = -Σ P_sink · delta with P_sink = exp(sink - LSE): the sink is a logit like any other whose value row is zero.
 // A CTA takes a head, and adds in an order that is always the same.
-template <DataType>
+template <class Table>
 __global__ void __launch_bounds__(kRowThreads)
-    sink_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ RowArray delta) {
+    sink_kernel(const __grid_constant__ BwdParams p, const float* numbers, int m_blocks, int64_t all_tiles) {
   static __shared__ double sums[kRowThreads];
   const int64_t head = blockIdx.x;
   const float sink = static_cast<const float*>(p.sink)[head];
@@ -75,11 +101,12 @@ __global__ void __launch_bounds__(kRowThreads)
   for (int64_t b = 0; b < p.batch; ++b) {
     const Rows rows = rows_of_sequence(p.rows_q, b);
     if (!rows_are_possible(p.rows_q, rows, b, -1)) continue;
+    const int64_t first_tile = head * all_tiles + first_row_tile<Table::kRows>(p, m_blocks, b);
     for (int64_t row = threadIdx.x; row < rows.length; row += kRowThreads) {
-      const RowStatistics<float> s{static_cast<const float*>(p.reference.data)[at(p.reference, rows, head, row)],
-                                   static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, head, row)]};
+      const RowStatistics<float> s = statistics_of(p, rows, head, row);
       const float weight = exp2f((sink - s.reference) * kLog2E<float> - log2_sum_for_backward(s));
-      sum -= static_cast<double>(weight) * static_cast<const float*>(delta.data)[at(delta, rows, head, row)];
+      const float* table = numbers + (first_tile + row / Table::kRows) * Table::kFloats;
+      sum += static_cast<double>(weight) * Table::minus_delta(table, static_cast<int>(row % Table::kRows));
     }
   }
   sums[threadIdx.x] = sum;

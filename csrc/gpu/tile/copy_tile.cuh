@@ -7,6 +7,15 @@
 
 namespace flash {
 
+// shared[0 .. 16) = global[0 .. 16), both aligned.
+template <Arch kArch>
+__device__ __forceinline__ void copy_16(uint32_t shared, const void* global) {
+  if constexpr (kArch >= Arch::sm80)
+    ptx::cp_async_16(shared, global, true);
+  else
+    ptx::store_shared_16(shared, *static_cast<const uint4*>(global));
+}
+
 // One head of an operand: row i of the sequence is at data + i · row_stride.
 struct HeadRows {
   const uint16_t* data;  // 16-bit elements of either type
@@ -20,44 +29,61 @@ struct HeadRows {
 // caller can put products between them.
 // kAnyAlignment: rows may start anywhere; else all are vectorised, and there is no branch: with one, the copies cannot
 // move in among the products, which cost 8 %.
-template <Arch kArch, int kRows, int kHeadDim, int kThreads, bool kAnyAlignment>
+template <Arch kArch, int kRows, int kHeadDim, int kThreads, bool kAnyAlignment, int kPeriod = 8>
 struct TileCopy {
-  using Layout = Panels<kHeadDim>;
+  using Layout = Panels<kHeadDim, kPeriod>;
   // Whether copies are free of branches, and wait for nothing.
   static constexpr bool kCanBeSpread = kArch >= Arch::sm80 && !kAnyAlignment;
   static constexpr int kStep = kThreads / Layout::kChunks;
   static constexpr int kSlices = (kRows + kStep - 1) / kStep;
-  static_assert(kThreads % Layout::kChunks == 0 && kStep % 8 == 0, "swizzles are the same in all of a thread's rows");
+  static_assert(kThreads % Layout::kChunks == 0 && (kStep & (kStep - 1)) == 0);
 
-  const uint16_t* from;         // of this thread's next row
-  uint32_t target;              // in shared memory, of its first row
-  int64_t step;                 // elements between two rows of this thread
-  uint32_t place, places;       // of the next row among the wanted ones; their number
-  int columns[Layout::kCount];  // that there are in this thread's chunk of each panel
+  const uint16_t* from;    // of this thread's next row
+  uint32_t target;         // in shared memory, of its first row
+  int64_t step;            // elements between two rows of this thread
+  uint32_t place, places;  // of the next row among the wanted ones; their number
+  int columns;             // that there are from this thread's chunk of the first panel on
   bool vectorised;
 
   // tile = rows [first, first + kRows) of the head, those in [begin, end).
   __device__ __forceinline__ TileCopy(uint32_t tile, const HeadRows& head, int first, int begin, int end) {
     const int chunk = threadIdx.x % Layout::kChunks, row0 = threadIdx.x / Layout::kChunks;
     from = head.data + (first + row0) * head.row_stride + chunk * 8;
-    target = tile + Layout::offset(row0, chunk);
+    target = first_target(tile);
     step = kStep * head.row_stride;
     place = static_cast<uint32_t>(first + row0 - begin), places = static_cast<uint32_t>(end - begin);
-#pragma unroll
-    for (int panel = 0; panel < Layout::kCount; ++panel)
-      columns[panel] = max(0, min(8, head.dim - chunk * 8 - panel * Layout::kColumns));
+    columns = head.dim - chunk * 8;
     vectorised = head.vectorised;
   }
 
-  // The next of kSlices parts of the tile: every kStep-th row.
+  // The same of a tile whose rows are all wanted but those from `end` on, by a thread that has kept first_target(tile)
+  // and the head's data from its first_source on.
+  __device__ __forceinline__ TileCopy(uint32_t kept_target, const HeadRows& kept, int first, int end)
+      : from(kept.data),
+        target(kept_target),
+        step(kStep * kept.row_stride),
+        place(first + threadIdx.x / Layout::kChunks),
+        places(end),
+        columns(kept.dim - static_cast<int>(threadIdx.x % Layout::kChunks) * 8),
+        vectorised(kept.vectorised) {}
+
+  static __device__ __forceinline__ const uint16_t* first_source(const uint16_t* tile, int64_t row_stride) {
+    return tile + threadIdx.x / Layout::kChunks * row_stride + threadIdx.x % Layout::kChunks * 8;
+  }
+  static __device__ __forceinline__ uint32_t first_target(uint32_t tile) {
+    return tile + Layout::offset(threadIdx.x / Layout::kChunks, threadIdx.x % Layout::kChunks);
+  }
+
+  // The next of kSlices parts of the tile: every kStep-th row. After all of them it is the turn of the tile below, to
+  // wherever `target` then is.
   __device__ __forceinline__ void copy(int slice) {
     const int row = slice * kStep;
     if (kRows % kStep != 0 && row + threadIdx.x / Layout::kChunks >= kRows) return;
     const bool inside = place < places;
 #pragma unroll
     for (int panel = 0; panel < Layout::kCount; ++panel)
-      copy_chunk(target + (panel * kRows + row) * Layout::kRowBytes, from + panel * Layout::kColumns,
-                 inside ? columns[panel] : 0);
+      copy_chunk(Layout::template moved<kRows>(target, row, panel * Layout::kChunks), from + panel * Layout::kColumns,
+                 inside ? columns - panel * Layout::kColumns : 0);
     place += kStep;
     from += step;
   }

@@ -52,11 +52,11 @@ __device__ __forceinline__ void scale_rows(float (&rO)[kM][kO][4], float own_fac
 }
 
 // A warp's O (16 · kM rows from `first_row` of the tile, columns from 8 · first_chunk on) goes to `tile`, in the layout
-// of Panels.
-template <DataType kType, int kRows, int kHeadDim, int kM, int kO>
+// of Panels. Of column blocks of 16 it has every kShare-th.
+template <DataType kType, int kRows, int kHeadDim, int kPeriod = 8, int kShare = 1, int kM, int kO>
 __device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM][kO][4], int first_row, int lane,
                                              int first_chunk = 0) {
-  using Layout = Panels<kHeadDim>;
+  using Layout = Panels<kHeadDim, kPeriod>;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -64,7 +64,8 @@ __device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM
       const int row = first_row + 16 * m + 8 * half + lane / 4;
 #pragma unroll
       for (int n = 0; n < kO; ++n) {
-        const int panel = (first_chunk + n) / Layout::kChunks, chunk = (first_chunk + n) % Layout::kChunks;
+        const int of_all = first_chunk + n / 2 * 2 * kShare + n % 2;
+        const int panel = of_all / Layout::kChunks, chunk = of_all % Layout::kChunks;
         const uint32_t at = tile + panel * kRows * Layout::kRowBytes + Layout::offset(row, chunk) + lane % 4 * 4;
         ptx::store_shared_4(at, ptx::pack<kType>(rO[m][n][2 * half], rO[m][n][2 * half + 1]));
       }
@@ -73,10 +74,10 @@ __device__ __forceinline__ void stage_output(uint32_t tile, const float (&rO)[kM
 
 // A warp copies its staged rows to the tensor; row i of the tile is row `first + i` of the head, of which there are
 // `rows`.
-template <int kRows, int kHeadDim, int kWarpRows, int kColumns>
+template <int kRows, int kHeadDim, int kWarpRows, int kColumns, int kPeriod = 8>
 __device__ __forceinline__ void store_rows(uint32_t tile, uint16_t* out, const HeadRows& head, int first, int rows,
                                            int first_row, int lane) {
-  using Layout = Panels<kHeadDim>;
+  using Layout = Panels<kHeadDim, kPeriod>;
   constexpr int kChunksOfAll = kColumns / 8;
 #pragma unroll 4
   for (int i = lane; i < kWarpRows * kChunksOfAll; i += 32) {

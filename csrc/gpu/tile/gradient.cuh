@@ -9,6 +9,7 @@
 #include "common/visibility.h"
 #include "gpu/ptx/copy.cuh"
 #include "gpu/ptx/math.cuh"
+#include "gpu/tile/panels.cuh"
 
 namespace flash {
 
@@ -19,44 +20,73 @@ struct GradientPlace {
 };
 
 // What the elements of one query share. P = exp2(S · c - shift): R · log2 e + log2 ℓ in one number, unless it is so large
-// that its rounding would show (`far`): then R is subtracted first, as in the forward.
+// that its rounding would show: then R is subtracted first (rebase_far), as in the forward, and shift is log2 ℓ.
 struct QueryNumbers {
-  float shift = INFINITY, delta = 0, reference = 0, log2_sum = 0;  // of a row that is not there: P = 0
+  float shift = INFINITY, delta = 0, reference = 0;  // of a row that is not there: P = 0
 
   static constexpr float kFar = 1 << 20;
 
   QueryNumbers() = default;
   __device__ __forceinline__ QueryNumbers(RowStatistics<float> row, float delta_of_row)
-      : delta(delta_of_row), reference(row.reference), log2_sum(log2_sum_for_backward(row)) {
-    shift = fmaf(reference, kLog2E<float>, log2_sum);
+      : shift(log2_sum_for_backward(row)), delta(delta_of_row), reference(row.reference) {
+    if (!is_far(reference)) shift = fmaf(reference, kLog2E<float>, shift);
   }
+  static __device__ __forceinline__ bool is_far(float reference) { return fabsf(reference) >= kFar; }
+  __device__ __forceinline__ bool sees_nothing() const { return shift == INFINITY; }
+  __device__ __forceinline__ bool is_special() const { return is_far(reference) || sees_nothing(); }
 };
 
-// Those of kRows queries in shared memory, number by number.
-template <int kRows>
+// Those of a block of kRows queries as threads want to read them, first in global memory, then in shared memory: 16 bytes
+// at a time, of the queries 2l, 2l + 1 of the n8 tiles of a warp's D fragments. kDealt: in the order of dealt_query, so
+// that those of four n8 tiles are neighbours.
+template <int kRowsOf, bool kDealtOf>
 struct QueryTable {
+  static constexpr int kRows = kRowsOf;
+  static constexpr bool kDealt = kDealtOf;
+  // [shift of each query], [-delta of queries 2i, 2i + 1, 2i, 2i + 1], [reference], whether some query is special
+  static constexpr int kDeltas = kRows, kReferences = 3 * kRows, kSpecial = 4 * kRows, kFloats = 4 * kRows + 4;
   uint32_t shared;
 
-  __device__ __forceinline__ void store(int row, const QueryNumbers& numbers) const {
-    const float all[4] = {numbers.shift, numbers.delta, numbers.reference, numbers.log2_sum};
+  static __device__ __forceinline__ constexpr int place(int row) { return kDealt ? dealt_query(row) : row; }
+
+  static __device__ __forceinline__ void store(float* table, int row, const QueryNumbers& numbers) {
+    table[place(row)] = numbers.shift;
+    float* deltas = table + kDeltas + row / 2 * 4 + row % 2;
+    deltas[0] = deltas[2] = -numbers.delta;
+    table[kReferences + row] = numbers.reference;
+  }
+  static __device__ __forceinline__ float minus_delta(const float* table, int row) {
+    return table[kDeltas + row / 2 * 4 + row % 2];
+  }
+
+  __device__ __forceinline__ float number(int at) const { return __uint_as_float(ptx::load_shared_4(shared + 4 * at)); }
+  __device__ __forceinline__ bool is_special() const { return ptx::load_shared_4(shared + 4 * kSpecial) != 0; }
+  __device__ __forceinline__ bool sees_nothing(int row) const { return number(place(row)) == INFINITY; }
+  __device__ __forceinline__ float reference(int row) const { return number(kReferences + row); }
+
+  // Of the n8 tiles from row `first` on: [n8][c].
+  template <int kN>
+  __device__ __forceinline__ void shifts(float (&x)[kN][2], int first, int lane) const {
+    if constexpr (kDealt) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ptx::store_shared_4(shared + (i * kRows + row) * 4, __float_as_uint(all[i]));
+      for (int n = 0; n < kN; n += 2) {
+        const uint4 all = ptx::load_shared_16(shared + 4 * (first + n / 4 * 32 + lane % 4 * 8 + n % 4 * 2));
+        x[n][0] = __uint_as_float(all.x), x[n][1] = __uint_as_float(all.y);
+        x[n + 1][0] = __uint_as_float(all.z), x[n + 1][1] = __uint_as_float(all.w);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 both = ptx::load_shared_8(shared + 4 * (first + 8 * n + lane % 4 * 2));
+        x[n][0] = both.x, x[n][1] = both.y;
+      }
+    }
   }
-  __device__ __forceinline__ float number(int index, int row) const {
-    return __uint_as_float(ptx::load_shared_4(shared + (index * kRows + row) * 4));
-  }
-  __device__ __forceinline__ bool sees_nothing(int row) const { return number(3, row) == INFINITY; }
-  __device__ __forceinline__ bool is_special(int row) const {
-    return fabsf(number(2, row)) >= QueryNumbers::kFar || sees_nothing(row);
-  }
-  // Of the queries row and row + 1; row is even.
-  __device__ __forceinline__ float2 shifts(int row) const { return ptx::load_shared_8(shared + row * 4); }
-  __device__ __forceinline__ float2 deltas(int row) const { return ptx::load_shared_8(shared + (kRows + row) * 4); }
-  __device__ __forceinline__ float2 references(int row) const {
-    return ptx::load_shared_8(shared + (2 * kRows + row) * 4);
-  }
-  __device__ __forceinline__ float2 log2_sums(int row) const {
-    return ptx::load_shared_8(shared + (3 * kRows + row) * 4);
+  // What a D fragment of the n8 tile at row `first` starts from for dP - delta: [c].
+  __device__ __forceinline__ void minus_deltas(float (&x)[4], int first, int lane) const {
+    const uint4 all = ptx::load_shared_16(shared + 4 * (kDeltas + 2 * first + lane % 4 * 4));
+    x[0] = __uint_as_float(all.x), x[1] = __uint_as_float(all.y);
+    x[2] = __uint_as_float(all.z), x[3] = __uint_as_float(all.w);
   }
 };
 

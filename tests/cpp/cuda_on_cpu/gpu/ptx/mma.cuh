@@ -26,7 +26,8 @@ void multiply_shown(float (&d)[4]) {
 }
 
 template <DataType kType>
-void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
+  std::copy(c, c + 4, d);
   std::copy(a, a + 4, shown_a[threadIdx.x]);
   shown_b[threadIdx.x][0] = b0, shown_b[threadIdx.x][1] = b1;
   multiply_shown<kType, 16>(d);
