@@ -103,6 +103,36 @@ def test_less_shared_memory(shared_kb, dim, causal, limited_card):
         close(out, q, k, v, causal=causal)
 
 
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dim", (64, 96, 128, 192, 256))
+def test_every_tile_of_backward(dim, causal, deterministic):
+    """Those that no card of this size would choose, too; and turns with more key blocks than a circle has."""
+    q, k, v = (x.requires_grad_() for x in qkv(batch=1, seqlen_q=700, seqlen_k=4300, heads=4, dim=dim))
+    out = flash_attn_func(q, k, v, causal=causal, deterministic=deterministic, backend="mma_sync")
+    dout = torch.randn_like(out)
+    wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+    want = torch.autograd.grad(flash_attn_func(*wide, causal=causal, backend="reference"), wide, dout.float())
+    tested = 0
+    try:
+        for tile in range(5):
+            torch.ops.flash_attn.gpu_choose_bwd_tile(tile)
+            try:
+                found = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+            except RuntimeError as error:
+                assert "no tile" in str(error)
+                continue
+            tested += 1
+            for x, y in zip(found, want, strict=True):
+                assert (x.float() - y).norm() < 0.01 * y.norm()
+            if deterministic:
+                again = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+                assert all(torch.equal(x, y) for x, y in zip(found, again, strict=True))
+    finally:
+        torch.ops.flash_attn.gpu_choose_bwd_tile(-1)
+    assert tested > 0
+
+
 @pytest.mark.parametrize("shared_kb", (227, 99, 64))
 def test_value_dim_below_a_wide_head_dim(shared_kb, limited_card):
     """T125: 192 and 128 on cards with less shared memory, Turing's 64 KB in fp16 among them."""

@@ -49,7 +49,7 @@ struct TileCopy {
   __device__ __forceinline__ TileCopy(uint32_t tile, const HeadRows& head, int first, int begin, int end) {
     const int chunk = threadIdx.x % Layout::kChunks, row0 = threadIdx.x / Layout::kChunks;
     from = head.data + (first + row0) * head.row_stride + chunk * 8;
-    target = first_target(tile);
+    target = tile + Layout::offset(row0, chunk);
     step = kStep * head.row_stride;
     place = static_cast<uint32_t>(first + row0 - begin), places = static_cast<uint32_t>(end - begin);
     columns = head.dim - chunk * 8;
