@@ -117,7 +117,7 @@ def tiles_of(dim: int) -> list[int]:
 
 
 def tile_rows(rounds: int) -> list[list[object]]:
-    """TFLOP/s of torch's, and of each tile in each mode relative to it."""
+    """TFLOP/s of torch's, always plain, and the speed of each tile in each mode relative to it."""
     rows = []
     for dim in DIMS:
         tiles = tiles_of(dim)
