@@ -24,8 +24,10 @@ FLASH_HOST_DEVICE Softcapped<Real> apply_softcap(Real s, Real softcap) {
 // Softcap as a Real: 0 where there is none, and only there. What is below the smallest normal number caps like it: all
 // logits are 0 beside 1.
 template <class Real>
+inline constexpr double kLeastSoftcap = std::numeric_limits<Real>::min();
+template <class Real>
 FLASH_HOST_DEVICE Real softcap_of(const Score& score) {
-  constexpr double kLeast = std::numeric_limits<Real>::min();
+  constexpr double kLeast = kLeastSoftcap<Real>;
   return static_cast<Real>(score.softcap > 0 && score.softcap < kLeast ? kLeast : score.softcap);
 }
 

@@ -66,7 +66,7 @@ Card card_of(int device) {
                     attribute(cudaDevAttrComputeCapabilityMinor, device),
                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                 attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-                attribute(cudaDevAttrL2CacheSize, device), attribute(cudaDevAttrMultiProcessorCount, device)};
+                attribute(cudaDevAttrL2CacheSize, device)};
   };
   Card card;
   if (device < kCached) {

@@ -19,7 +19,6 @@ struct Card {
   int block_shared = 0;  // bytes of shared memory that a CTA may ask for
   int sm_shared = 0;     // bytes that an SM has for all of its CTAs, of which each takes kReservedShared more
   int64_t l2_bytes = 0;
-  int sms = 1;
 };
 
 struct Request {
@@ -160,11 +159,12 @@ inline BwdMemory bwd_memory(const BwdLaunch& launch, const BwdParams& p, Choice 
   return {tiles * tile.table_floats(), tiles * tile.rows * choice.key.head_dim, tiles};
 }
 
-// Key blocks of a circle (turns.h): few, so that whole circles fill the card almost, but enough for all of the card to
-// have work while each waits for none but its own.
-inline int64_t circle_size(int64_t n_blocks, int64_t key_heads, int sms) {
-  const int64_t most = std::clamp<int64_t>(divide_up(sms, std::max<int64_t>(1, key_heads)), std::min(32, sms), sms);
-  return divide_up(n_blocks, std::max<int64_t>(1, divide_up(n_blocks, most)));
+// Heads whose key blocks are dealt out together. In turns (turns.h) of a head without a diagonal, many heads have fewer key
+// blocks each that wait; as many as half the L2 cache holds Q, dO and the sums of dQ of.
+inline uint32_t bwd_head_group(const BwdParams& p, bool takes_turns, int64_t l2_bytes) {
+  if (!takes_turns || has_window(p)) return head_group(p, l2_bytes);
+  const int64_t head_bytes = std::max<int64_t>(1, p.rows_q.rows * p.group() * (4 * p.dim + 2 * (p.dim + p.dim_v)));
+  return static_cast<uint32_t>(std::clamp<int64_t>(l2_bytes / 2 / head_bytes, 1, 32));
 }
 
 // `max_rows_*`: of the longest sequence. `takes_turns`: dQ is to repeat bit for bit. nullopt: more tiles than a grid can
@@ -176,17 +176,14 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
   const int64_t n_blocks = divide_up(max_rows_k, tile.keys);
   const int64_t m_blocks = divide_up(max_rows_q, tile.rows);
   constexpr int64_t kLeastRows = 16;  // of a block, in all launches
-  const bool in_circles = takes_turns && !has_window(p);
-  const int64_t circle = in_circles ? circle_size(n_blocks, key_heads, card.sms) : n_blocks;
-  const int64_t circles = circle == 0 ? 0 : divide_up(n_blocks, circle);
-  if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * circles * circle > kMostBlocks ||
+  if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * n_blocks > kMostBlocks ||
       p.batch * p.heads * divide_up(max_rows_q, kLeastRows) > kMostBlocks)
     return std::nullopt;
   BwdLaunch launch;
-  launch.order = TileOrder(static_cast<uint32_t>(circle), static_cast<uint32_t>(p.heads_k),
-                           static_cast<uint32_t>(key_heads * circles), head_group(p, card.l2_bytes));
-  launch.turn_order = {takes_turns, in_circles ? static_cast<int>(circle) : 0, Divisor(static_cast<uint32_t>(p.batch))};
-  launch.blocks = static_cast<uint32_t>(key_heads * circles * circle);
+  launch.order = TileOrder(static_cast<uint32_t>(n_blocks), static_cast<uint32_t>(p.heads_k),
+                           static_cast<uint32_t>(key_heads), bwd_head_group(p, takes_turns, card.l2_bytes));
+  launch.turn_order = {takes_turns};
+  launch.blocks = static_cast<uint32_t>(key_heads * n_blocks);
   launch.tile = choice.tile;
   launch.m_blocks = static_cast<int>(m_blocks);
   launch.group = p.group();

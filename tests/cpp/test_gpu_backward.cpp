@@ -14,7 +14,7 @@ using namespace flash;
 
 static long checks = 0;
 // CTAs run one after the other here, so none may wait for a later one.
-static constexpr Card kOneSm{90, 227 << 10, 228 << 10, 40 << 20, 1};
+static constexpr Card kCard{90, 227 << 10, 228 << 10, 40 << 20};
 
 struct Options {
   bool causal = false;
@@ -188,7 +188,7 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   Call<kKey.dtype> call(shape, options);
   const BwdParams& p = call.p;
   const Choice choice{kKey, kTile};
-  BwdLaunch launch = *make_bwd_launch(p, choice, shape.rows, shape.keys, kOneSm, options.deterministic);
+  BwdLaunch launch = *make_bwd_launch(p, choice, shape.rows, shape.keys, kCard, options.deterministic);
   const BwdMemory memory = bwd_memory(launch, p, choice);
   std::vector<float4> dq_sum(memory.dq_sum / 4);
   std::vector<int> turns(memory.turns);

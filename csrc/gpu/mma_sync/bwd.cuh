@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   while (block.given()) {
     F::CopyQ::wait();
     __syncthreads();  // everybody's Q, dO and numbers are there, and nobody reads the last ones, P and dS any more
-    if (launch.turn_order.taken) next_turn(launch, work, block);
+    if (launch.turn_order.taken) next_turn<F>(launch, work, block);
     const typename F::Table numbers = stream.table(stage);
     const bool is_special = numbers.is_special();
     if (is_special) {
@@ -138,16 +138,15 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           [&](uint32_t (&x)[4], int block, int depth) { b.load(x, block, depth, q_bytes); }, beside);
     };
     constexpr int kSteps = F::kDepth * F::kN / 2;
-    const float zeros[4] = {};
-    const auto zero = [&](int, int) -> const float (&)[4] { return zeros; };
+    const Zeros zeros;
     float rS[F::kM][F::kN][4], rdP[F::kM][F::kN][4];
-    score(rS, zero, 0, 0, [&](int step) {
+    score(rS, zeros, 0, 0, [&](int step) {
       if (F::kStages == 2 && step == 0) stream.copy_rows(next, next_stage);
     });
 
     // P = exp2(S · c - shift), beside dPᵀ = V dOᵀ, from -delta on; dS = P · (dP - delta)
     if constexpr (F::kBiased) {
-      score(rdP, zero, F::kBytesKV, F::kBytesQ, [](int) {});
+      score(rdP, zeros, F::kBytesKV, F::kBytesQ, [](int) {});
       apply_options<F>(rS, rdP, fragments(), is_special, p, launch, work, numbers, dropout);
     } else {
       const bool hides = block.m < work.m_full_begin || block.m >= work.m_full_end;
@@ -177,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       scores.store(rS, piece);
       scores.store(rdP, piece, F::kBytesScore);
     }
-    if (launch.turn_order.taken) wait_for_turn(launch, work, block);
+    if (launch.turn_order.taken) wait_for_turn<F>(launch, work, block);
     __syncthreads();  // everybody's P and dS are there, and dQ is this CTA's to add to
 
     // dQ += dS K, of this warp's rows and columns; dV += Pᵀ dO, and beside it dQ is added; dK += dSᵀ Q
@@ -200,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const auto b =
           part == 0 ? b_dq : F::ReaderKV::rows_first(sK, lane, 0, dq_split + part * (F::kDqAtOnce / 16 * F::kDqSplits));
       add_product<kKey, F::kKeys / 16>(
-          rdQ, zero, [&](uint32_t (&x)[4], int block, int depth) { a_dq.load_transposed(x, depth, block); },
+          rdQ, zeros, [&](uint32_t (&x)[4], int block, int depth) { a_dq.load_transposed(x, depth, block); },
           [&](uint32_t (&x)[4], int block, int depth) { b.load_transposed(x, depth, block * F::kDqSplits); },
           [](int) {});
     };

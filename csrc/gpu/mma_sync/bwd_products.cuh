@@ -6,6 +6,12 @@
 
 namespace flash::mma_sync {
 
+// What D starts from where it starts from nothing.
+struct Zeros {
+  float zeros[4] = {};
+  __device__ __forceinline__ const float (&operator()(int, int) const)[4] { return zeros; }
+};
+
 // D = C + A · B, whose fragments come from load_a(fragment, m16, k16) and load_b(fragment, n16, k16). Fragments of B are
 // read one ahead of the products that use them, those of A after their last use. `beside(step)` is other work that has
 // its turn after each block's products: the tensor cores are busy for longer than it takes to ask them. `c(m8, n8)`: D

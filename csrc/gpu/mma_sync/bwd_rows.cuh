@@ -41,7 +41,7 @@ struct RowStream {
   }
 
   __device__ __forceinline__ RowBlockIndex first() {
-    RowBlockIndex block{work.first_head, work.m_begin < work.m_end ? work.m_first : -1, 0};
+    RowBlockIndex block{work.first_head, work.m_begin < work.m_end ? work.m_begin : -1, 0};
     if (block.given()) {
       jump(block);
       store_dropout_stream(block.head);
@@ -50,11 +50,12 @@ struct RowStream {
   }
   __device__ __forceinline__ RowBlockIndex after(const RowBlockIndex& block) {
     RowBlockIndex next{block.head, block.m + 1, block.tile + 1};
-    if (next.m == work.m_end || next.m == work.m_first) {
-      if (next.m == work.m_end) next.m = work.m_begin;
-      if (next.m == work.m_first && ++next.head == work.end_head) next.m = -1;
-      if (next.given()) jump(next);
-      if (next.given() && next.head != block.head) store_dropout_stream(next.head);
+    if (next.m == work.m_end) {
+      next.m = ++next.head == work.end_head ? -1 : work.m_begin;
+      if (next.given()) {
+        jump(next);
+        store_dropout_stream(next.head);
+      }
     }
     return next;
   }
@@ -109,22 +110,29 @@ __device__ __forceinline__ void clear_unseeing_rows(const typename F::Table& num
 // memory while others compute.
 inline constexpr int kTurnTaker = 32;
 
+template <class F>
+__device__ __forceinline__ int turn_at(const BwdWork& work, const RowBlockIndex& block) {
+  const Range rows{int64_t{block.m} * F::kRows, min(work.rows, (block.m + 1) * F::kRows)};
+  return TurnOrder::turn(work.visibility, rows, work.n, F::kKeys);
+}
 // After a barrier that comes when all threads have added to the last row block.
 __device__ __forceinline__ void end_turn(const BwdLaunch& launch, const BwdWork& work) {
   if (threadIdx.x == 0 && work.added >= 0) ptx::add_release(launch.turns + work.added, 1);
 }
 // The same, and the next row block is `block`.
+template <class F>
 __device__ __forceinline__ void next_turn(const BwdLaunch& launch, BwdWork& work, const RowBlockIndex& block) {
   end_turn(launch, work);
   if (threadIdx.x == 0) work.added = block.tile;
   if (threadIdx.x == kTurnTaker)
-    work.has_turn = ptx::load_acquire(launch.turns + block.tile) == work.turns.turn(work.visibility, block.m);
+    work.has_turn = ptx::load_acquire(launch.turns + block.tile) == turn_at<F>(work, block);
 }
 // Before a barrier, after which all threads may add.
+template <class F>
 __device__ __forceinline__ void wait_for_turn(const BwdLaunch& launch, const BwdWork& work,
                                               const RowBlockIndex& block) {
   if (threadIdx.x != kTurnTaker || work.has_turn) return;
-  const int turn = work.turns.turn(work.visibility, block.m);
+  const int turn = turn_at<F>(work, block);
   while (ptx::load_acquire(launch.turns + block.tile) != turn) {
   }
 }

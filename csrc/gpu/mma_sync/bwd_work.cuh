@@ -54,8 +54,6 @@ struct BwdWork {
   int64_t first_tile;        // of head 0 in dq_sum
   int n, keys, rows;         // the key block; of the sequence
   int first_head, end_head;  // that read this key head
-  int m_first;               // the row block to begin with
-  Turns turns;
   int added;           // the last row block of dQ that this CTA has added to, as an index into launch.turns; -1: none
   bool has_turn;       // for the next one
   int m_begin, m_end;  // row blocks that see one of the keys
@@ -80,8 +78,6 @@ __device__ __forceinline__ BwdWork make_bwd_work(const BwdParams& p, const BwdLa
   work.m_full_begin = static_cast<int>(divide_up(full.begin, F::kRows));
   // What is behind the last row sees nothing, whatever its mask says.
   work.m_full_end = static_cast<int>(full.end == work.rows ? divide_up(full.end, F::kRows) : full.end / F::kRows);
-  work.turns = {launch.turn_order, work.visibility, work.n, F::kKeys, F::kRows};
-  work.m_first = work.turns.first_row_block(work.m_begin);
   work.added = -1;
   work.seen_begin = static_cast<int>(seen.begin);
   work.seen_end = static_cast<int>(seen.end);
