@@ -116,6 +116,8 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "layers": {"checks", "problem"},
     "modules": {"baselines", "interface", "layers"},
     "explain": {"_ops", "checks", "dispatch", "reference"},
+    "gpus": set(),
+    "io_model": {"gpus"},
     "__init__": {"interface", "baselines", "bert_padding", "dropout", "explain", "from_lse", *BACKENDS},
 }
 RUN_TIME_NEEDS = {"torch", "einops", "flash_attn"}
