@@ -10,7 +10,7 @@ ARGS   ?=
 
 PY      := $(VENV)/bin/python
 SOURCES := $(shell find csrc -type f) setup.py
-CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 HAS_TORCH = import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 TORCH_HOME = import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))

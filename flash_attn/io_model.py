@@ -232,16 +232,22 @@ def paper_blocks(memory: int, dim: int) -> Blocks:
 
 
 def resident_blocks(memory: int, dim: int, least_rows: int = 1) -> Blocks:
-    """The paper's sizes for half of M, and at least `least_rows` rows: then a cache of M elements that throws out
-    what it has not seen for longest keeps K_j and V_j while Q_i, O_i and S_ij pass through it.
+    """The largest B_c whose tiles stay in a cache of M elements that throws out what was not used for longest.
+
+    Between two uses of V_j, as the loops of Algorithm 1 have it, lie all of K_j and V_j, S_ij, Q_i and two of O's
+    blocks, which is what must fit into 7/8 of M: 2 B_c d + B_c B_r + 3 B_r d. The rest is for
+    the statistics, the stack and sets that are fuller than others. B_r is min(⌊M / 8d⌋, d), but at least
+    `least_rows`. For d = 64, B_c is the paper's within 35 % from M = 8,192 elements on.
 
     Raises:
-        ValueError: as `paper_blocks`; least_rows that is no positive whole number.
+        ValueError: memory or dim that is no positive whole number, as least_rows; memory that holds no such tile.
     """
-    _require_size("memory", memory)
-    _require_size("least_rows", least_rows)
-    rows, columns = paper_blocks(max(dim, memory // 2), dim)
-    return Blocks(max(rows, least_rows), columns)
+    for name, value in (("memory", memory), ("dim", dim), ("least_rows", least_rows)):
+        _require_size(name, value)
+    rows = max(least_rows, min(memory // (8 * dim), dim))
+    columns = (memory * 7 // 8 - 3 * rows * dim) // (2 * dim + rows)
+    _require(columns >= 1, f"memory must hold tiles of {rows} rows of dim = {dim}, is {memory} elements")
+    return Blocks(rows, columns)
 
 
 def _visits(w: Workload, blocks: Blocks) -> tuple[int, int]:

@@ -221,8 +221,12 @@ def test_block_sizes() -> None:
     assert io_model.paper_blocks(memory=4 * 64 * 100, dim=64) == (64, 100)
     assert io_model.paper_blocks(memory=4 * 64 * 100 + 1, dim=64) == (64, 101)
     assert io_model.paper_blocks(memory=64, dim=64) == (1, 1)
-    assert io_model.resident_blocks(memory=8 * 64 * 100, dim=64) == (64, 100)
-    assert io_model.resident_blocks(memory=8 * 64, dim=64, least_rows=16) == (16, 1)
+    for kilobytes in (16, 32, 64, 128, 256, 512, 1024):
+        memory = kilobytes * 256  # fp32
+        rows, columns = io_model.resident_blocks(memory, 64, least_rows=16)
+        needs = [2 * n * 64 + n * rows + 3 * rows * 64 for n in (columns, columns + 1)]
+        assert needs[0] <= memory * 7 / 8 < needs[1]
+        assert memory < 8192 or columns == pytest.approx(io_model.paper_blocks(memory, 64).columns, rel=0.35)
 
 
 def test_theorem_2_bounds_the_exact_count() -> None:
@@ -288,6 +292,7 @@ def test_roofline() -> None:
         (lambda: Workload(seqlen=8, dim=64, density=0), r"density must be in \(0, 1\], is 0"),
         (lambda: Workload(seqlen=8, dim=64, dtype=torch.int8), "dtype must be a floating-point dtype, is torch.int8"),
         (lambda: io_model.paper_blocks(63, 64), "memory must hold a row of dim = 64 elements, is 63"),
+        (lambda: io_model.resident_blocks(4096, 64, 32), "memory must hold tiles of 32 rows of dim = 64, is 4096"),
         (lambda: io_model.flash_forward(OPTIONS[0], (0, 8)), "rows must be a whole number >= 1, is 0"),
         (lambda: io_model.kernels_backward(OPTIONS[0], (8, -1)), "columns must be a whole number >= 1, is -1"),
         (lambda: io_model.theorem2_flash(8, 64, 513), r"memory must be in \[dim, seqlen · dim\] = \[64, 512\]"),
