@@ -15,10 +15,11 @@ HAS_TORCH = import sys, torch; sys.exit(tuple(map(int, torch.__version__.split("
 TORCH_HOME = import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help run test test-full test-gpu sanitize lint format build clean
+.PHONY: help run paper test test-full test-gpu sanitize lint format build clean
 
 help:
 	@echo "make run        train a small GPT with standard attention and with ours, side by side"
+	@echo "make paper      the FlashAttention paper's figures again, measured on this machine (docs/paper.md)"
 	@echo "make test       the quick tests"
 	@echo "make test-full  all tests: fuzzing and large samples too"
 	@echo "make test-gpu   the tests that need a GPU"
@@ -30,6 +31,9 @@ help:
 
 run: $(VENV)/.with-bench
 	$(PY) benchmarks/train_gpt.py $(ARGS)
+
+paper: $(VENV)/.with-paper
+	$(PY) -m flash_attn.paper all $(ARGS)
 
 test: $(VENV)/.with-test
 	$(PY) -m pytest $(ARGS)
@@ -76,7 +80,7 @@ clean:
 flash_attn/_C.so: $(VENV)/.made $(SOURCES)
 	$(PY) setup.py build_ext --inplace
 
-# The package itself, editable, with one of its extras: test, bench, dev.
+# The package itself, editable, with one of its extras: test, bench, paper, dev.
 $(VENV)/.with-%: pyproject.toml $(VENV)/.made flash_attn/_C.so
 	$(PY) -m pip install --quiet --no-build-isolation --editable ".[$*]"
 	@touch $@

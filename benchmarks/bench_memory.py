@@ -24,8 +24,6 @@ that one more token takes. A quadratic method fits a line badly, and its slope g
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import os
 import subprocess
 import sys
@@ -46,6 +44,8 @@ from harness import (
 )
 
 from flash_attn import explain
+from flash_attn.paper.measure import MALLOC_ENVIRONMENT, peak_rss, use_no_huge_pages
+from flash_attn.paper.report import line_through
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,16 +59,9 @@ STANDARD_MATRICES = 8  # of (heads, seqlen, seqlen), more than standard attentio
 Peaks = dict[int, float]  # seqlen → bytes
 
 
-def field(name: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
 def peak(contender: str, dtype: str, which: str, seqlen: int) -> int:
     """Bytes that one call of batch 1 needs above its inputs. To be called once in a process."""
-    PR_SET_THP_DISABLE = 41
-    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    use_no_huge_pages()
     attention = CONTENDERS[contender]
 
     def inputs(n: int) -> list[torch.Tensor]:
@@ -85,19 +78,13 @@ def peak(contender: str, dtype: str, which: str, seqlen: int) -> int:
         return lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), dout)
 
     prepare(96)()
-    call = prepare(seqlen)
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = field("VmRSS")
-    call()
-    return field("VmHWM") - before
+    return peak_rss(prepare(seqlen))
 
 
 def measure(contender: str, dtype: str, which: str, seqlen: int) -> int:
     """`peak` in a fresh process."""
     command = [sys.executable, __file__, "--one", contender, dtype, which, str(seqlen)]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | MALLOC_ENVIRONMENT, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}\n{done.stderr}")
     return int(done.stdout)
@@ -108,15 +95,6 @@ def fits_into_memory(contender: str, dtype: str, seqlen: int) -> bool:
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     return contender != "standard" or STANDARD_MATRICES * HEADS * seqlen**2 * DTYPES[dtype].itemsize <= available / 2
-
-
-def line_through(peaks: Peaks) -> tuple[float, float, float]:
-    """Slope (bytes per token), value at 0 and R² of the least-squares line."""
-    n, y = (torch.tensor(list(x), dtype=torch.float64) for x in (peaks.keys(), peaks.values()))
-    slope = ((n - n.mean()) * (y - y.mean())).sum() / ((n - n.mean()) ** 2).sum()
-    start = y.mean() - slope * n.mean()
-    r2 = 1 - ((y - start - slope * n) ** 2).sum() / ((y - y.mean()) ** 2).sum()
-    return float(slope), float(start), float(r2)
 
 
 def plot(results: dict[tuple[str, str, str], Peaks], title: str) -> Figure:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +14,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flash_attn import flash_attn_func, standard_attention
+from flash_attn.paper import report
+from flash_attn.paper.report import lengths_on_x_axis as lengths_on_x_axis
+from flash_attn.paper.report import table as table
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -62,54 +62,9 @@ def time_in_turns(contenders: Mapping[str, Callable[[], object]], seconds: float
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    command = ["git", "-C", str(RESULTS), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _portable(arguments: Sequence[str]) -> list[str]:
-    """Arguments without the folders of this machine."""
-    return [Path(x).name if Path(x).is_absolute() else x for x in arguments]
-
-
 def header(title: str) -> str:
     """What a result file opens with: machine, torch, commit, command."""
-    lines = [f"# {title}", ""]
-    if torch.cuda.is_available():
-        lines.append(f"- GPU: {torch.cuda.get_device_name()}")
-    lines += [
-        f"- CPU: {processor()}, {torch.get_num_threads()} threads",
-        f"- torch {torch.__version__}, Python {platform.python_version()}, commit {commit()}",
-        f"- Command: `python benchmarks/{Path(sys.argv[0]).name} {' '.join(_portable(sys.argv[1:]))}`",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def lengths_on_x_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    """A logarithmic axis that shows the measured sequence lengths: 512, 1k, 2k."""
-    axes.set_xscale("log")
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
-    axes.set_xticks([], minor=True)
-    axes.grid(alpha=0.3)
+    return report.header(title, f"python benchmarks/{Path(sys.argv[0]).name}", sys.argv[1:])
 
 
 def write_result(path: Path, text: str, figure: Figure | None = None) -> None:

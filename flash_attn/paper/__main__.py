@@ -1,0 +1,53 @@
+"""Re-run the argument of the FlashAttention paper (arXiv 2205.14135): python -m flash_attn.paper --help"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+import torch
+
+NEEDED = ("matplotlib", "tqdm")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0; 1 where a measurement failed; 2 for wrong arguments; 130 after Ctrl-C."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"flash_attn.paper needs {' and '.join(missing)}: pip install 'flash-attn[paper]'", file=sys.stderr)
+        return 2
+    import matplotlib
+
+    from flash_attn.paper import ncu, options
+    from flash_attn.paper.report import Report
+
+    matplotlib.use("Agg")
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    for o in options.parse(given):
+        if o.command == "traffic" and (reason := ncu.unavailable(o.ncu, o.device)):
+            print(f"traffic: {reason}", file=sys.stderr)
+            return 2
+        command = importlib.import_module(f"flash_attn.paper.{o.command}")
+        torch.manual_seed(o.seed)
+        report = Report(o.out, o.command, command.TITLE, o.described())
+        status = 0
+        try:
+            command.run(o, report)
+        except KeyboardInterrupt:
+            status = 130
+            report.note("Interrupted: what was measured until then is here.")
+        except (RuntimeError, NotImplementedError) as error:
+            status = 1
+            report.note(f"Failed: {error}")
+        figure = command.plot(o, report) if report.tables else None
+        print(report.finish(given[1:], command.sections(o, report) if report.tables else [], figure))
+        print(f"\nwritten to {o.out}", flush=True)
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

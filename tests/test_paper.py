@@ -1,0 +1,432 @@
+"""`python -m flash_attn.paper` on a CPU, small: its measurements, its errors, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from test_threads import run_script
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+from flash_attn import io_model
+from flash_attn.paper import __main__ as program
+from flash_attn.paper import contenders, fig2, fig3, ncu, numerics, report, traffic
+from flash_attn.paper.contenders import Setting
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--batch", "1", "--heads", "1", "--dim", "16", "--seconds", "0.01", "--device", "cpu"]
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[str, dict]:
+    """The Markdown and the JSON of a command that succeeds."""
+    assert program.main([*arguments, *SMALL, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / f"{arguments[0]}.png").read_bytes().startswith(b"\x89PNG")
+    return (tmp_path / f"{arguments[0]}.md").read_text(), json.loads((tmp_path / f"{arguments[0]}.json").read_text())
+
+
+def test_flash_attn_imports_nothing_of_it() -> None:
+    run_script("""
+    import sys, flash_attn
+    heavy = {"matplotlib", "flash_attn.paper", "flash_attn.io_model", "local_attention"} & set(sys.modules)
+    assert not heavy, heavy
+    """)
+
+
+# ---- Commands -------------------------------------------------------------------------------------------------------
+
+
+def test_fig2(tmp_path: Path) -> None:
+    text, found = run(tmp_path, "fig2", "--lengths", "256")
+    rows = found["tables"]["attention"]
+    assert [(r["attention"], r["dropout"]) for r in rows] == [
+        (name, p) for name in ("standard", "flash", "torch") for p in (0.0, 0.1)
+    ]
+    assert all(r["ms"] > 0 for r in rows)
+    w = io_model.Workload(256, 16, dtype=torch.float32)
+    assert rows[0]["model_GB"] == io_model.standard(w).bytes / 1e9
+    assert rows[1]["model_GB"] == io_model.standard(replace(w, dropout=True)).bytes / 1e9
+    assert rows[2]["GFLOP"] == 14 * 256**2 * 16 / 1e9
+    blocks = found["tables"]["blocks"]
+    assert [r["B_c"] for r in blocks] == [64, 128, 256, 512] and blocks[0]["model_GB"] > 2 * blocks[2]["model_GB"]
+    assert "No measured GB: DRAM bytes are counted on a GPU alone." in found["notes"] and "| 0.1 |" in text
+    if contenders.unavailable("block-sparse"):
+        assert any(note.startswith("No sweep of the sparsity") for note in found["notes"])
+    else:
+        assert [r["density"] for r in found["tables"]["sparsity"]] == [0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
+
+
+def test_fig3(tmp_path: Path) -> None:
+    text, found = run(tmp_path, "fig3", "--lengths", "256", "64", "--attentions", "flash", "block-sparse")
+    points = [(r["attention"], r["seqlen"]) for r in found["tables"]["points"]]
+    assert points[:2] == [("flash", 64), ("flash", 256)]
+    assert all(r["ms"] > 0 for r in found["tables"]["points"])
+    assert "padding mask" in text
+    if contenders.unavailable("block-sparse"):
+        assert "No block-sparse: this flash_attn has no block-sparse attention yet." in found["notes"]
+
+
+def test_numerics(tmp_path: Path) -> None:
+    text, found = run(tmp_path, "numerics", "--lengths", "96", "--dtypes", "fp16", "--attentions", "flash", "standard")
+    rows = found["tables"]["errors"]
+    assert len(rows) == 2 * len(numerics.INPUTS)
+    for row in rows:  # the output is an average of values: an error of 2^-11 and what the sums add
+        limit = 2e-3 if row["attention"] == "flash" else 1e-1
+        assert 0 < row["out"] < limit, row
+    assert "Error of flash over that of standard attention" in text
+
+
+def test_sweeps_go_on_without_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    gone = {"flash_attn.block_mask", "local_attention", "linformer", "performer_pytorch", "reformer_pytorch"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else real(name))
+    _, found = run(
+        tmp_path, "fig3", "--lengths", "64", "--attentions", "block-sparse", "local", "linformer", "performer",
+        "reformer", "standard",
+    )  # fmt: skip
+    assert {r["attention"] for r in found["tables"]["points"]} == {"standard"}
+    assert "No linformer: the package linformer is not installed (pip install 'flash-attn[paper]')." in found["notes"]
+    assert len([note for note in found["notes"] if note.startswith("No ")]) == 5
+
+
+def test_a_failure_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Tensor:
+        raise RuntimeError("the card fell off the bus")
+
+    monkeypatch.setitem(contenders.CONTENDERS, "torch", lambda s: contenders.Contender(s.heads_first(), fail))
+    out = ["--out", str(tmp_path)]
+    assert program.main(["fig2", "--lengths", "64", *SMALL, *out]) == 1
+    found = json.loads((tmp_path / "fig2.json").read_text())
+    assert len(found["tables"]["attention"]) == 4
+    assert found["notes"][-1] == "Failed: the card fell off the bus"
+    # fig3 leaves that attention at that length and goes on.
+    assert program.main(["fig3", "--lengths", "64", "--attentions", "torch", "standard", *SMALL, *out]) == 0
+    found = json.loads((tmp_path / "fig3.json").read_text())
+    assert "torch stops before 64: RuntimeError: the card fell off the bus" in found["notes"]
+    assert len(found["tables"]["points"]) == 1
+
+
+def interrupt_when(started: Callable[[], bool], command: list[str]) -> tuple[int, str]:
+    """Exit status and output of a command that gets Ctrl-C when it has come that far."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    end = time.monotonic() + 100
+    while not started() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=100)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "table", "rows"),
+    [
+        ("numerics --lengths 16 2048", "errors", 1),
+        pytest.param("fig3 --lengths 64 4096 --seconds 60", "points", 1, marks=pytest.mark.full),
+    ],
+)
+def test_an_interruption_keeps_what_was_measured(tmp_path: Path, arguments: str, table: str, rows: int) -> None:
+    name = arguments.split()[0]
+    saved = tmp_path / f"{name}.json"
+
+    def count() -> int:
+        return len(json.loads(saved.read_text())["tables"].get(table, [])) if saved.is_file() else 0
+
+    command = [sys.executable, "-m", "flash_attn.paper", *arguments.split(), "--device", "cpu", "--out", str(tmp_path)]
+    status, output = interrupt_when(lambda: count() >= rows, command)
+    assert status == 130, output
+    assert count() >= rows and "Interrupted: what was measured until then is here." in output
+    assert "Interrupted" in (tmp_path / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "arguments are required: COMMAND"),
+        ("fig4", "invalid choice: 'fig4'"),
+        ("fig3 --lengths 0", "--lengths 0: must be at least 1"),
+        ("fig3 --lengths 64 64", "--lengths 64 64: one is given twice"),
+        ("fig2 --lengths 64 128", "--lengths 64 128: fig2 takes one length"),
+        ("fig2 --heads -1", "--heads -1: must be at least 1"),
+        ("fig2 --dtypes fp8", "--dtypes fp8: must be of fp16, bf16, fp32"),
+        ("fig3 --dtypes fp16 bf16", "--dtypes fp16 bf16: fig3 takes one dtype"),
+        ("fig3 --attentions flash longformer", "--attentions flash longformer: must be of standard, flash,"),
+        ("numerics --attentions reformer", "--attentions reformer: must be of standard, flash, torch"),
+        ("fig3 --dropout 1", "--dropout 1.0: must be in [0, 1)"),
+        ("fig3 --seconds 0", "--seconds 0.0: must be more than 0"),
+        ("all --seconds nan", "--seconds nan: must be more than 0"),
+        (f"fig3 --out {__file__}", "is a file, must be a folder"),
+        ("all --heads 2", "unrecognized arguments: --heads 2"),
+        ("traffic --device cpu", "traffic: needs a GPU"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refusal:
+        program.main(arguments.split())
+    assert refusal.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program.main(["fig2", "--device", "cuda"])
+    assert "--device cuda: torch sees no GPU" in capsys.readouterr().err
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert program.main(["fig2"]) == 2
+    assert "flash_attn.paper needs matplotlib and tqdm: pip install 'flash-attn[paper]'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not cases.KERNELS, reason="needs a GPU and its kernels")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "fig2 --lengths 512 --dtypes fp16",
+        "fig3 --lengths 256 512 --dtypes fp16",
+        "numerics --lengths 256 --dtypes bf16",
+    ],
+)
+def test_on_a_gpu(tmp_path: Path, arguments: str) -> None:
+    small = "--batch 2 --heads 2 --seconds 0.01 --device cuda --out".split()
+    assert program.main([*arguments.split(), *small, str(tmp_path)]) == 0
+    found = json.loads((tmp_path / f"{arguments.split()[0]}.json").read_text())
+    assert not [note for note in found["notes"] if "flash stops" in note or "Failed" in note]
+
+
+# ---- Parts ----------------------------------------------------------------------------------------------------------
+
+
+class BytesOfOperations(TorchDispatchMode):
+    """What PyTorch's operations read and write, if each reads its inputs and writes its outputs once; views nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if not function.is_view:
+            flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
+            self.bytes += sum(x.numel() * x.element_size() for x in flat if isinstance(x, Tensor))
+        return result
+
+
+@pytest.mark.parametrize("mask", (False, True))
+@pytest.mark.parametrize("dropout", (False, True))
+def test_the_model_of_standard_attention_is_what_pytorch_does(dropout: bool, mask: bool) -> None:
+    """Bytes of all inputs and outputs of its operations, to the byte."""
+    n, d, batch, heads = 96, 16, 2, 3
+    w = io_model.Workload(n, d, heads, batch, torch.float32, dropout=dropout, mask=mask)
+    q, k, v = (torch.randn(batch * heads, n, d, requires_grad=True) for _ in range(3))
+    # One mask for each head here, so that the operation reads what the model counts.
+    added, dout = torch.randn(batch * heads, 1, n), torch.randn(batch * heads, n, d)
+    with BytesOfOperations() as counter:
+        s = torch.bmm(q, k.mT)
+        p = (s + added if mask else s).softmax(-1)
+        p = torch.native_dropout(p, 0.1, True)[0] if dropout else p
+        out = torch.bmm(p, v)
+        forward = counter.bytes
+        torch.autograd.grad(out, (q, k, v), dout)
+    assert forward == io_model.standard_forward(w).bytes
+    assert counter.bytes == io_model.standard(w).bytes
+
+
+def setting(**options: object) -> Setting:
+    return replace(Setting(2, 3, 128, 16, torch.float32, torch.device("cpu")), **options)
+
+
+@pytest.mark.parametrize("padding", (False, True))
+def test_exact_contenders_agree(padding: bool) -> None:
+    """Standard, torch's and ours on the same inputs: they are timed on the same task."""
+    outs = []
+    for name in ("standard", "torch", "flash"):
+        torch.manual_seed(1)
+        c = contenders.CONTENDERS[name](setting(padding=padding))
+        torch.manual_seed(2)
+        q, k, v = (torch.randn(2, 3, 128, 16) for _ in range(3))
+        if name == "flash":
+            outs.append(c.attend(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2))
+        else:
+            outs.append(c.attend(q, k, v))
+    for out in outs[1:]:
+        torch.testing.assert_close(out, outs[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", contenders.NEEDS)
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.1, "padding": True}, {"seqlen": 64}], ids=str)
+def test_peers_run_forward_and_backward(name: str, options: dict) -> None:
+    if reason := contenders.unavailable(name):
+        pytest.skip(reason)
+    s = setting(**options)
+    c = contenders.CONTENDERS[name](s)
+    assert c.forward().numel() == s.batch * s.seqlen * s.heads * s.dim
+    assert all(bool(g.isfinite().all()) for g in c.both()())
+
+
+def test_linformer_without_projections_is_attention() -> None:
+    """Its adapter leaves softmax(q (E k)ᵀ / √d) F v."""
+    if reason := contenders.unavailable("linformer"):
+        pytest.skip(reason)
+    s = setting()
+    c = contenders.linformer(s)
+    x, e, f = (t.detach() for t in c.inputs)
+    heads = x.view(2, 128, 3, 16).transpose(1, 2)
+    k, v = (torch.einsum("bhnd,nk->bhkd", heads, projection) for projection in (e, f))
+    expected = contenders.plain_attention(heads, k, v).transpose(1, 2).reshape(2, 128, 48)
+    torch.testing.assert_close(c.forward(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_local_attention_is_a_window_of_blocks() -> None:
+    if reason := contenders.unavailable("local"):
+        pytest.skip(reason)
+    c = contenders.local(setting(seqlen=320))
+    q, k, v = (x.detach() for x in c.inputs)
+    block = torch.arange(320) // contenders.LOCAL_WINDOW
+    mask = torch.zeros(320, 320).masked_fill((block[:, None] - block).abs() > 1, -torch.inf)
+    torch.testing.assert_close(c.forward(), contenders.plain_attention(q, k, v, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_the_fp64_reference_is_autograd_in_one_piece() -> None:
+    q, k, v, dout = (torch.randn(2, 600, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(4))
+    out = numerics.ATTENTIONS["standard"](q, k, v)
+    expected = [out, *torch.autograd.grad(out, (q, k, v), dout)]
+    for x, y in zip(numerics.exact(q, k, v, dout), expected, strict=True):
+        torch.testing.assert_close(x, y.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_block_sizes_are_put_back() -> None:
+    before = fig2.reference.BLOCK_ROWS, fig2.reference.BLOCK_COLUMNS
+    with pytest.raises(KeyError), fig2.tiles(io_model.Blocks(16, 32)):
+        assert (fig2.reference.BLOCK_ROWS, fig2.reference.BLOCK_COLUMNS) == (16, 32)
+        raise KeyError
+    assert (fig2.reference.BLOCK_ROWS, fig2.reference.BLOCK_COLUMNS) == before
+
+
+def test_peak_memory_is_what_a_call_holds() -> None:
+    """Standard attention in a process of its own: S, P and their gradients, of 16 MB each."""
+    s = Setting(1, 4, 1024, 64, torch.float32, torch.device("cpu"))
+    with fig3.Memory(s.device) as memory:
+        standard, flash = memory.peak("standard", s), memory.peak("flash", s)
+    assert 2 * 4 * 1024**2 * 4 < standard < 6 * 4 * 1024**2 * 4
+    assert 4 * 1024 * 4 * 64 * 4 < flash < standard / 4  # out, dq, dk, dv
+
+
+def test_findings_are_arithmetic(tmp_path: Path) -> None:
+    r = report.Report(tmp_path, "fig3", "title", {})
+    for n in (1024, 2048, 4096):
+        for name, mib in (("flash", n / 512 + 1), ("standard", n**2 / 2**14), ("linformer", n / 128)):
+            r.add("points", {"attention": name, "seqlen": n, "ms": 1.0, "MiB": mib})
+    lines = "\n".join(fig3.findings(r))
+    assert "2.00 KiB for each token, R² = 1.000000" in lines
+    assert "At 4096, standard takes 113.78× the memory of flash" in lines  # 1024 / 9
+    assert "At 4096, linformer takes 3.56× the memory of flash" in lines  # 32 / 9
+
+
+# ---- Nsight Compute -------------------------------------------------------------------------------------------------
+
+RAW = """==PROF== Connected to process 4711 (/usr/bin/python3.11)
+==PROF== Profiling "kernel_one": 0%....50%....100% - 1 pass
+==PROF== Disconnected from process 4711
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
+"dram__bytes_read.sum","dram__bytes_write.sum"
+"","","","","","","","","","","","byte","byte"
+"0","4711","python3.11","127.0.0.1","void fwd_kernel<64, 128>(FwdParams, int)","1","7","(128, 1, 1)","(8, 1, 1)","0",\
+"9.0","402,653,184","134,217,728.00"
+"1","4711","python3.11","127.0.0.1","void at::fill<float>(""x"")","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0","96","0"
+"2","4711","python3.11","127.0.0.1","void fwd_kernel<64, 128>(FwdParams, int)","1","7","(128, 1, 1)","(8, 1, 1)","0",\
+"9.0","1","2"
+"""
+DETAILS = """==PROF== Connected to process 1
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
+"Section Name","Metric Name","Metric Unit","Metric Value"
+"0","1","python","127.0.0.1","fwd(int)","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","Command line profiler metrics",\
+"dram__bytes_read.sum","Mbyte","402.65"
+"0","1","python","127.0.0.1","fwd(int)","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","Command line profiler metrics",\
+"dram__bytes_write.sum","Kbyte","1,234.5"
+"""
+
+
+def test_ncus_raw_page_is_read() -> None:
+    kernels = ncu.parse(RAW)
+    assert kernels[0] == ("void fwd_kernel<64, 128>(FwdParams, int)", 402653184, 134217728)
+    assert [k.read for k in kernels] == [402653184, 96, 1]
+    assert ncu.by_name(kernels) == {
+        "fwd_kernel<64, 128>": (2, 402653185, 134217730),
+        "at::fill<float>": (1, 96, 0),
+    }
+
+
+def test_ncus_details_page_is_read() -> None:
+    assert ncu.parse(DETAILS) == [("fwd(int)", 402650000, 1234500)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM: no permission", "ncu wrote no table; it said:\n==ERROR== ERR_NVGPUCTRPERM"),
+        (RAW[: RAW.index('"0"')], "ncu counted no kernel"),
+        (RAW.replace('"byte","byte"', '"byte","sector"'), "dram__bytes_write.sum of kernel void fwd_kernel<64, 128>"),
+        (RAW.replace('"96"', '""'), "dram__bytes_read.sum of kernel void at::fill<float>"),
+        (DETAILS[: DETAILS.rindex('"0","1"')], "dram__bytes_write.sum of kernel fwd(int) is ''"),
+    ],
+)
+def test_what_ncu_cannot_count_is_an_error(text: str, message: str) -> None:
+    with pytest.raises(RuntimeError, match="^" + re.escape(message)):
+        ncu.parse(text)
+
+
+def fake_ncu(folder: Path, says: str, status: int = 0) -> str:
+    """A program that writes what ncu would, after running nothing."""
+    program = folder / "ncu"
+    (folder / "says").write_text(says)
+    program.write_text(f"#!/bin/sh\necho \"$@\" > '{folder}/arguments'\ncat '{folder}/says'\nexit {status}\n")
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_ncu_is_asked_for_bytes_of_one_case(tmp_path: Path) -> None:
+    s = setting(dropout_p=0.1, dtype=torch.float16)
+    kernels = ncu.measure(fake_ncu(tmp_path, RAW), "flash", s)
+    assert sum(k.read for k in kernels) == 402653281
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in arguments
+    assert arguments.endswith(" -m flash_attn.paper.ncu flash 2 3 128 16 float16 0.1\n")
+    with pytest.raises(RuntimeError, match="ended with 3:\n(.|\n)*Disconnected"):
+        ncu.measure(fake_ncu(tmp_path, RAW[:400], 3), "flash", s)
+
+
+def test_the_case_for_ncu_runs() -> None:
+    ncu.run_case("flash", setting(dropout_p=0.1))
+
+
+def test_where_nothing_can_be_counted() -> None:
+    cuda = torch.device("cuda")
+    assert ncu.unavailable("ncu", torch.device("cpu")) == "DRAM bytes are counted on a GPU alone"
+    assert "switched off" in ncu.unavailable("", cuda)
+    assert "no-such-ncu is not there: Nsight Compute" in ncu.unavailable("no-such-ncu", cuda)
+
+
+def test_traffic_is_reported_by_kernel(tmp_path: Path) -> None:
+    r = report.Report(tmp_path, "traffic", traffic.TITLE, {})
+    traffic.add_kernels(r, "flash", ncu.parse(RAW))
+    assert r.rows("attention") == [{"attention": "flash", "GB": (402653281 + 134217730) / 1e9}]
+    assert [row["launches"] for row in r.rows("kernels")] == [2, 1]
+    assert json.loads((tmp_path / "traffic.json").read_text())["tables"]["kernels"][0]["read_GB"] == 0.402653185
