@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +65,6 @@ def find_gpu(name: str) -> Gpu:
         ValueError: none does; the message lists the table.
     """
     for key, gpu in GPUS.items():
-        if key.lower() in name.lower():
+        if re.search(rf"\b{key}\b", name, re.IGNORECASE):
             return gpu
     raise ValueError(f"gpu {name!r} is not in the table: {', '.join(GPUS)}")

@@ -281,6 +281,7 @@ def test_roofline() -> None:
     assert io_model.roofline(two, gpu).seconds == pytest.approx(3e-9)
     assert one.intensity == 624000 / 1555
     assert gpus.find_gpu("NVIDIA H200").name == "H200-SXM"
+    assert gpus.find_gpu("Tesla T4").name == "T4"
 
 
 @pytest.mark.parametrize(
@@ -297,6 +298,7 @@ def test_roofline() -> None:
         (lambda: io_model.kernels_backward(OPTIONS[0], (8, -1)), "columns must be a whole number >= 1, is -1"),
         (lambda: io_model.theorem2_flash(8, 64, 513), r"memory must be in \[dim, seqlen · dim\] = \[64, 512\]"),
         (lambda: io_model.proposition4_block_sparse(8, 64, 64, 1.5), r"density must be in \(0, 1\], is 1.5"),
+        (lambda: gpus.find_gpu("NVIDIA T400"), "gpu 'NVIDIA T400' is not in the table"),
         (lambda: gpus.find_gpu("TPU"), "gpu 'TPU' is not in the table: T4, A100, RTX 3090, H200"),
         (
             lambda: io_model.roofline(io_model.kernels(OPTIONS[0]), io_model.GPUS["T4"], torch.bfloat16),

@@ -68,7 +68,7 @@ def test_fig2(tmp_path: Path) -> None:
     if contenders.unavailable("block-sparse"):
         assert any(note.startswith("No sweep of the sparsity") for note in found["notes"])
     else:
-        assert [r["density"] for r in found["tables"]["sparsity"]] == [0.5, 0.5, 0.5, 0.5, 1.0, 1.0]
+        assert [r["density"] for r in found["tables"]["sparsity"]] == [0.125, 0.25, 0.375, 0.625, 0.75, 1.0]
 
 
 def test_fig3(tmp_path: Path) -> None:
@@ -338,6 +338,15 @@ def test_findings_are_arithmetic(tmp_path: Path) -> None:
     assert "2.00 KiB for each token, R² = 1.000000" in lines
     assert "At 4096, standard takes 113.78× the memory of flash" in lines  # 1024 / 9
     assert "At 4096, linformer takes 3.56× the memory of flash" in lines  # 32 / 9
+
+
+def test_sparsity_is_fitted(tmp_path: Path) -> None:
+    r = report.Report(tmp_path, "fig2", "title", {})
+    for density in (0.25, 0.5, 1.0):
+        r.add("sparsity", {"density": density, "ms": 1 + 9 * density})
+    assert "R² = 1.0000; 10.0 % of the dense time is left at 0" in fig2.sparsity_findings(r)[0]
+    s = setting(seqlen=1000)
+    assert contenders.kept_blocks(s, 0.01) == (1, 1 / 8) and contenders.kept_blocks(s, 1.0) == (8, 1.0)
 
 
 # ---- Nsight Compute -------------------------------------------------------------------------------------------------

@@ -132,8 +132,15 @@ def random_blocks(s: Setting, density: float) -> Contender:
 
     blocks = math.ceil(s.seqlen / BLOCK)
     order = torch.rand(blocks, blocks, device=s.device).argsort(-1)
-    kept = order < max(1, round(density * blocks))
+    kept = order < kept_blocks(s, density)[0]
     return _block_sparse(s, BlockMask(kept, s.seqlen, s.seqlen, (BLOCK, BLOCK)))
+
+
+def kept_blocks(s: Setting, density: float) -> tuple[int, float]:
+    """How many blocks of a row `random_blocks` keeps, one at least, and what share of them that is."""
+    blocks = math.ceil(s.seqlen / BLOCK)
+    kept = max(1, round(density * blocks))
+    return kept, kept / blocks
 
 
 def _block_sparse(s: Setting, mask: object) -> Contender:

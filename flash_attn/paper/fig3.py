@@ -50,6 +50,7 @@ class Memory:
         if self._device.type == "cpu":
             before = dict(os.environ)
             os.environ.update(measure.MALLOC_ENVIRONMENT)
+            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # its threads shall not spin while this process measures time
             try:
                 context = multiprocessing.get_context("spawn")
                 self._pool = ProcessPoolExecutor(1, context, _start_worker, (torch.get_num_threads(),))
@@ -110,6 +111,8 @@ def measure_one(o: Options, report: Report, name: str, bar: tqdm) -> None:
                 peak = memory.peak(name, s)
             except (torch.cuda.OutOfMemoryError, BrokenExecutor, MemoryError):
                 report.note(f"{name} stops before {seqlen}: out of memory.")
+                if o.device.type == "cuda":
+                    torch.cuda.empty_cache()
                 break
             except Exception as error:  # of a peer at a length or on a device that it does not like
                 report.note(f"{name} stops before {seqlen}: {type(error).__name__}: {error}")

@@ -56,10 +56,14 @@ def measure(ncu: str, attention: str, s: Setting, timeout: float = 600) -> list[
     """The kernels of a forward and backward, in the order of their launches.
 
     Raises:
-        RuntimeError: ncu failed (often: the driver allows its counters to administrators alone), or counted nothing.
+        RuntimeError: ncu failed (often: the driver allows its counters to administrators alone), took longer than
+            `timeout` seconds or counted nothing.
     """
     line = command(ncu, attention, s)
-    done = subprocess.run(line, capture_output=True, text=True, timeout=timeout)
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"ncu did not end well: {error}") from error
     if done.returncode != 0:
         tail = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
         raise RuntimeError(f"{shlex.join(line)} ended with {done.returncode}:\n{tail}")

@@ -88,7 +88,7 @@ def lengths_on_x_axis(axes: Axes, lengths: Sequence[int]) -> None:
     axes.grid(alpha=0.3)
 
 
-def line_through(points: Mapping[int, float]) -> tuple[float, float, float]:
+def line_through(points: Mapping[float, float]) -> tuple[float, float, float]:
     """Slope, value at 0 and R² of the least-squares line through x → y."""
     n, y = (torch.tensor(list(x), dtype=torch.float64) for x in (points.keys(), points.values()))
     slope = ((n - n.mean()) * (y - y.mean())).sum() / ((n - n.mean()) ** 2).sum()
