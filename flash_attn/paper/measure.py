@@ -19,12 +19,12 @@ MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_
 
 
 def seconds(call: Call, device: torch.device, budget: float, most: int = 100) -> float:
-    """Median seconds of a call: as many as fit in `budget` seconds, after one that warms up. Where that one alone takes
-    longer, it is what is returned."""
-    times = [_one(call, device)]
-    if times[0] > budget:
-        return times[0]
-    del times[0]
+    """Median seconds of a call: as many as fit in `budget` seconds, one at least, after one that warms up. Where that
+    one takes longer than both `budget` and a second, it is what is returned."""
+    warm_up = _one(call, device)
+    if warm_up > max(budget, 1.0):
+        return warm_up
+    times: list[float] = []
     end = time.perf_counter() + budget
     while not times or (len(times) < most and time.perf_counter() < end):
         times.append(_one(call, device))

@@ -162,5 +162,5 @@ def plot(o: Options, report: Report) -> Figure:
                     each.plot([r["seqlen"] for r in rows], [r["out"] for r in rows], f"{style}C{color}", label=label)
         each.set(title=f"{name}: error of the output", xlabel="sequence length", yscale="log")
         lengths_on_x_axis(each, o.lengths)
-    axes[0][-1].legend(fontsize="small")
+    axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure
