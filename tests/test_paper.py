@@ -26,7 +26,7 @@ pytest.importorskip("tqdm")
 
 from flash_attn import io_model
 from flash_attn.paper import __main__ as program
-from flash_attn.paper import contenders, fig2, fig3, ncu, numerics, report, traffic
+from flash_attn.paper import contenders, fig2, fig3, ncu, numerics, options, report, traffic
 from flash_attn.paper.contenders import Setting
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -310,6 +310,12 @@ def test_the_fp64_reference_is_autograd_in_one_piece() -> None:
     expected = [out, *torch.autograd.grad(out, (q, k, v), dout)]
     for x, y in zip(numerics.exact(q, k, v, dout), expected, strict=True):
         torch.testing.assert_close(x, y.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_papers_figures_stand_beside_its_problem_alone() -> None:
+    (small,) = options.parse(["fig2", "--device", "cpu"])
+    (papers,) = options.parse("fig2 --device cpu --batch 64 --dtypes fp16".split())
+    assert not fig2.is_papers(small) and fig2.is_papers(papers)
 
 
 def test_block_sizes_are_put_back() -> None:
