@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -100,8 +100,12 @@ def test_cachegrinds_report_is_read(bench: ModuleType) -> None:
 def test_an_interrupted_run_keeps_its_points(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "points.md"
     command = [sys.executable, str(BENCHMARKS / "bench_cache_misses.py"), "--lengths", "512", "4096", "--jobs", "1"]
-    run = subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True)
-    time.sleep(12)  # the points of 512 take 3 s, each of the others 20 s or more
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    run = subprocess.Popen([*command, "--out", str(out)], env=environment, stderr=subprocess.PIPE, text=True)
+    assert run.stderr is not None
+    seen = ""
+    while "| 1/" not in seen and (character := run.stderr.read(1)):  # the progress bar: a point is there
+        seen += character
     run.send_signal(signal.SIGINT)
     _, errors = run.communicate(timeout=300)
     assert run.returncode == 130 and "points are kept" in errors

@@ -95,6 +95,7 @@ def test_sweeps_go_on_without_what_is_missing(tmp_path: Path, monkeypatch: pytes
     real = importlib.util.find_spec
     gone = {"flash_attn.block_mask", "local_attention", "linformer", "performer_pytorch", "reformer_pytorch"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else real(name))
+    monkeypatch.setattr(fig3.Memory, "peak", lambda *_: 1 << 20)
     _, found = run(
         tmp_path, "fig3", "--lengths", "64", "--attentions", "block-sparse", "local", "linformer", "performer",
         "reformer", "standard",
@@ -109,6 +110,7 @@ def test_a_failure_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
         raise RuntimeError("the card fell off the bus")
 
     monkeypatch.setitem(contenders.CONTENDERS, "torch", lambda s: contenders.Contender(s.heads_first(), fail))
+    monkeypatch.setattr(fig3.Memory, "peak", lambda *_: 1 << 20)
     out = ["--out", str(tmp_path)]
     assert program.main(["fig2", "--lengths", "64", *SMALL, *out]) == 1
     found = json.loads((tmp_path / "fig2.json").read_text())

@@ -47,18 +47,20 @@ class Memory:
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Memory:
-        if self._device.type == "cpu":
-            before = dict(os.environ)
-            os.environ.update(measure.MALLOC_ENVIRONMENT)
-            os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # its threads shall not spin while this process measures time
-            try:
-                context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(1, context, _start_worker, (torch.get_num_threads(),))
-                self._pool.submit(os.getpid).result()  # started with that environment
-            finally:
-                os.environ.clear()
-                os.environ.update(before)
         return self
+
+    def _start(self) -> ProcessPoolExecutor:
+        before = dict(os.environ)
+        os.environ.update(measure.MALLOC_ENVIRONMENT)
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # its threads shall not spin while this process measures time
+        try:
+            context = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(1, context, _start_worker, (torch.get_num_threads(),))
+            pool.submit(os.getpid).result()  # started with that environment
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        return pool
 
     def __exit__(self, *error: object) -> None:
         if self._pool is not None:
@@ -67,8 +69,9 @@ class Memory:
                 process.kill()  # it may be in the middle of a call, whose result nobody wants any more
 
     def peak(self, name: str, s: Setting) -> int:
-        if self._pool is None:
+        if self._device.type == "cuda":
             return measure.peak_allocated(CONTENDERS[name](s).both(), self._device)
+        self._pool = self._pool or self._start()
         return self._pool.submit(_peak, name, s).result()
 
 
