@@ -71,7 +71,7 @@ _FIG3 = dict(dropout_p=0.1, padding=True, attentions=tuple(name for name in CONT
 _FIG2 = dict(lengths=(1024,), heads=16, attentions=TRAFFIC)
 _NUMERICS = dict(batch=1, dtypes=("fp16", "bf16"), attentions=("flash", "standard"))
 DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
-    ("fig2", "cpu"): {**_CPU, **_FIG2, "batch": 1},
+    ("fig2", "cpu"): {**_CPU, **_FIG2, "batch": 1, "seconds": 1.0},
     ("fig2", "cuda"): {**_GPU, **_FIG2, "batch": 64},
     ("fig3", "cpu"): {**_CPU, **_FIG3, "batch": 1, "heads": 2, "lengths": _POWERS[:7]},
     ("fig3", "cuda"): {**_GPU, **_FIG3, "batch": 16, "heads": 8, "lengths": _POWERS},
