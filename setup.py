@@ -53,18 +53,13 @@ TORCH_TARGET_VERSION = "0x020a000000000000"
 
 # csrc/cpu/isa/<name>.cpp: the machines that it is for (none named = all) and the flags that it alone is compiled with.
 # -Wno: GCC 12 warns of what its own intrinsics leave undefined on purpose.
+X86, AVX512 = ("x86_64",), "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -Wno-maybe-uninitialized"
 ISA_UNITS: dict[str, tuple[tuple[str, ...], str]] = {
     "portable": ((), ""),
-    "avx2": (("x86_64",), "-mavx2 -mfma"),
-    "avx512": (
-        ("x86_64",),
-        "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mprefer-vector-width=512 -Wno-maybe-uninitialized",
-    ),
-    "amx": (
-        ("x86_64",),
-        "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mavx512bf16 -mfma -mamx-tile -mamx-bf16 "
-        "-Wno-uninitialized -Wno-maybe-uninitialized",
-    ),
+    "avx2": (X86, "-mavx2 -mfma"),
+    "avx512": (X86, f"{AVX512} -mprefer-vector-width=512"),
+    "avx512_bf16": (X86, f"{AVX512} -mavx512bf16 -Wno-uninitialized"),
+    "amx": (X86, f"{AVX512} -mavx512bf16 -mamx-tile -mamx-bf16 -Wno-uninitialized"),
 }
 
 # Architecture of the table → the one -gencode of its units. 90a, not 90: wgmma and setmaxnreg exist there alone.

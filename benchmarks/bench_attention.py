@@ -22,13 +22,12 @@ from harness import (
     RESULTS,
     backward_of,
     header,
+    kernels,
     lengths_on_x_axis,
     table,
     time_in_turns,
     write_result,
 )
-
-from flash_attn import explain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,8 +168,6 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     if arguments.portable:
         torch.ops.flash_attn.cpu_limit_instruction_set(0)
-    x = torch.empty(1, 1, 1, 1)
-    kernel = explain(x, x, x).kernel
 
     results: dict[Cell, Rates] = {}
     for cell in wanted:
@@ -179,7 +176,7 @@ def main() -> None:
     columns = ["dtype", "dim", "causal", "seqlen", "heads"]
     for direction in DIRECTIONS:
         columns += [*(f"{direction} {name}" for name in CONTENDERS), f"{direction} ours / torch"]
-    title = f"Attention on the CPU, {kernel}"
+    title = f"Attention on the CPU, {kernels()}"
     parts = [header(f"{title}: GFLOP/s"), table(columns, [row(*item) for item in results.items()]), summary(results)]
     text = "\n".join(parts)
     print("\n" + parts[-1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_attn import flash_attn_func, standard_attention
+from flash_attn import explain, flash_attn_func, standard_attention
 from flash_attn.paper import report
 from flash_attn.paper.report import lengths_on_x_axis as lengths_on_x_axis
 from flash_attn.paper.report import table as table
@@ -60,6 +60,12 @@ def time_in_turns(contenders: Mapping[str, Callable[[], object]], seconds: float
             call()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def kernels() -> str:
+    """Which micro-kernels serve the dtypes on this CPU."""
+    sets = [explain(x, x, x).kernel.split()[0] for x in (torch.empty(1, 1, 1, 1, dtype=d) for d in DTYPES.values())]
+    return f"{' and '.join(dict.fromkeys(sets))} micro-kernels"
 
 
 def header(title: str) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from flash_attn import explain, flash_attn_func
 
-NAMES = ("portable", "avx2", "avx512", "amx")
+NAMES = ("portable", "avx2", "avx512", "avx512_bf16", "amx")
 
 
 @pytest.fixture(params=range(len(NAMES)), ids=NAMES)

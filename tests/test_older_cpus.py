@@ -31,13 +31,14 @@ pytestmark = [
     pytest.mark.skipif("FLASH_ATTN_SANITIZED" in os.environ, reason="the sanitizers do not run under QEMU"),
 ]
 
+AVX512 = ("avx512", "avx512_bf16", "amx")
 # What each CPU is known not to have. What it has beyond that depends on QEMU: the probes find out.
 LACKS = {
-    "Nehalem": ("avx2", "avx512", "amx"),  # of 2008: SSE 4.2
-    "Haswell": ("avx512", "amx"),  # of 2013: the first with AVX2 and FMA
-    "SandyBridge": ("avx2", "avx512", "amx"),  # AVX without AVX2 and FMA
-    "Haswell,-fma": ("avx2", "avx512", "amx"),  # AVX2 without FMA, as some VIA CPUs
-    "Skylake-Server": ("amx",),  # with AVX-512, if QEMU had it
+    "Nehalem": ("avx2", *AVX512),  # of 2008: SSE 4.2
+    "Haswell": AVX512,  # of 2013: the first with AVX2 and FMA
+    "SandyBridge": ("avx2", *AVX512),  # AVX without AVX2 and FMA
+    "Haswell,-fma": ("avx2", *AVX512),  # AVX2 without FMA, as some VIA CPUs
+    "Skylake-Server": ("avx512_bf16", "amx"),  # with AVX-512, if QEMU had it
     "max": (),  # all that QEMU has
 }
 CPUS = [pytest.param(cpu, marks=pytest.mark.full) for cpu in LACKS]  # 40 s each

@@ -29,8 +29,8 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   m.def(
       "cpu_plan(int dtype, int batch, int heads, int heads_k, int seqlen_q, int seqlen_k, int dim, int dim_v, "
       "bool dropout, bool softcap) -> (Tensor numbers, Tensor instruction_set)");
-  // For tests: allow no instruction set beyond this one (0 portable, 1 AVX2, 2 AVX-512, 3 AMX); returns the one that is used
-  // then.
+  // For tests: allow no instruction set beyond this one (0 portable, 1 AVX2, 2 AVX-512, 3 AVX512-BF16, 4 AMX); returns the
+  // one that is used then.
   m.def("cpu_limit_instruction_set(int most) -> int");
   // What a call would use on a GPU (dtype in the order of DataType, variant of Variant): numbers (arch, head dim, variant,
   // tile rows, tile keys), or none and the letters of the reason.

@@ -145,16 +145,18 @@ struct RealArithmetic {
   static void store_gradients(int64_t /*panel*/, int64_t /*keys*/, const Real* /*p*/, const Real* /*ds*/,
                               Element* /*operands*/, TileSize /*size*/) {}
 
-  static void outer(const Element* a, int64_t keys, int64_t rows, TileSize size, QueryRows b, int64_t dim, Real* c,
+  // Of these keys and rows of a tile, at which a, b and c begin.
+  static void outer(const Element* a, Range keys, Range rows, TileSize size, QueryRows b, int64_t dim, Real* c,
                     int64_t c_panel) {
-    micro_kernels<Real>().multiply({keys,
-                                    rows,
+    const Element* part = a + rows.begin / kLanes * size.panel_elements() + keys.begin * kLanes;
+    micro_kernels<Real>().multiply({keys.size(),
+                                    rows.size(),
                                     divide_up(dim, kLanes),
-                                    {a, kRowBlock * kLanes, kLanes, 1, size.panel_elements()},
-                                    b.data,
+                                    {part, kRowBlock * kLanes, kLanes, 1, size.panel_elements()},
+                                    b.data + rows.begin * b.stride,
                                     b.stride,
                                     b.panel_stride,
-                                    c,
+                                    c + keys.begin * kLanes,
                                     kLanes,
                                     c_panel,
                                     true});

@@ -210,7 +210,7 @@ class MainPass {
     const auto sources = tile.load_queries(p_, delta_, head, rows);
     const auto q_rows = tile.rows_of(p_.dtype, sources.q, rows, p_.dim, in_place_, tile.q_rows);
     const auto dout_rows = tile.rows_of(p_.dtype, sources.dout, rows, p_.dim_v, in_place_, tile.dout_rows);
-    const int64_t accumulator_panel = padded(chunk.size()) * kLanes, panels = divide_up(rows.size(), kLanes);
+    const int64_t accumulator_panel = padded(chunk.size()) * kLanes, slot_panel = round_up(p_.dim, kLanes) * kLanes;
     bool first = true;
     for (int64_t n = 0; chunk.begin + n * size_.keys < chunk.end; ++n) {
       const int64_t first_key = chunk.begin + n * size_.keys;
@@ -230,20 +230,24 @@ class MainPass {
           keys_of(p_.k, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.k_rows + n * k_tile_, p_.dim);
       const Keys v =
           keys_of(p_.v, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.v_rows + n * v_tile_, p_.dim_v);
-      tile.compute(p_, head, {rows.begin, rows.size(), keys.begin, keys.size()}, k, v);
+      const TilePlace place{rows.begin, rows.size(), keys.begin, keys.size()};
+      tile.compute(p_, head, place, k, v);
       const auto gradients = tile.gradients();
       const int64_t at = (keys.begin - chunk.begin) * kLanes;
-      if (wants_dv())
-        Arithmetic::outer(gradients.p, keys.size(), rows.size(), size_, dout_rows, p_.dim_v, dv + at,
-                          accumulator_panel);
-      if (wants_dk())
-        Arithmetic::outer(gradients.ds, keys.size(), rows.size(), size_, q_rows, p_.dim, dk + at, accumulator_panel);
-      if (wants_dq()) {
-        const Keys columns = keys_of(p_.k, Arithmetic::key_columns, Arithmetic::key_columns_in_place,
-                                     buffers.k_columns + n * k_tile_, p_.dim);
-        Arithmetic::combine(columns, size_, keys.size(), p_.dim, gradients.ds_lanes, panels, slot,
-                            round_up(p_.dim, kLanes) * kLanes, !first);
-      }
+      const Keys columns = !wants_dq() ? Keys{}
+                                       : keys_of(p_.k, Arithmetic::key_columns, Arithmetic::key_columns_in_place,
+                                                 buffers.k_columns + n * k_tile_, p_.dim);
+      tile.for_each_step(head, place, [&](const auto& step, int64_t before) {
+        const Range new_keys{before, step.keys}, their_rows{step.panel * kLanes, rows.size()};
+        if (wants_dv() && !new_keys.empty())
+          Arithmetic::outer(gradients.p, new_keys, their_rows, size_, dout_rows, p_.dim_v, dv + at, accumulator_panel);
+        if (wants_dk() && !new_keys.empty())
+          Arithmetic::outer(gradients.ds, new_keys, their_rows, size_, q_rows, p_.dim, dk + at, accumulator_panel);
+        if (wants_dq())
+          Arithmetic::combine(columns, size_, step.keys, p_.dim,
+                              gradients.ds_lanes + step.panel * size_.panel_elements(), step.panels,
+                              slot + step.panel * slot_panel, slot_panel, !first);
+      });
       first = false;
     }
   }

@@ -162,11 +162,12 @@ struct Bf16Arithmetic {
     kernels().store_gradients(keys, p, ds, panel_operands(panel, operands, size));
   }
 
-  static void outer(const Element* a, int64_t keys, int64_t rows, TileSize size, QueryRows b, int64_t dim, Real* c,
+  static void outer(const Element* a, Range keys, Range rows, TileSize size, QueryRows b, int64_t dim, Real* c,
                     int64_t c_panel) {
-    const int64_t depth = depth_blocks(size.rows);
-    kernels().multiply({row_blocks(keys), depth_blocks(rows), divide_up(dim, kLanes), a, depth * kBlock, b,
-                        depth * kBlock, c, c_panel, true});
+    const int64_t stride = depth_blocks(size.rows) * kBlock, place = depth_blocks(rows.begin) * kBlock;
+    kernels().multiply({row_blocks(keys.size()), depth_blocks(rows.size()), divide_up(dim, kLanes),
+                        a + row_blocks(keys.begin) * stride + place, stride, b + place, stride, c + keys.begin * kLanes,
+                        c_panel, true});
   }
 };
 

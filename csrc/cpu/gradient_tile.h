@@ -5,6 +5,8 @@
 //   dS = P ∘ (dP - delta),   delta = rowsum(dO ∘ O) - dLSE
 #pragma once
 
+#include <utility>
+
 #include "cpu/arithmetic.h"
 
 namespace flash::cpu {
@@ -105,13 +107,46 @@ struct GradientTile {
     return Arithmetic::query_rows(dtype, source.x, source.offset, rows.size(), dim, size.rows, in_place, copy);
   }
 
-  void compute(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& tile, Keys k, Keys v) const {
+  // Panels that see none but the first `keys` of a tile: under a causal mask that is half of the tile.
+  struct Step {
+    int64_t panel, panels, keys;
+  };
+
+  // Calls use(step, keys of the step before) for all panels of a tile, with ascending keys.
+  template <class Use>
+  void for_each_step(const HeadContext<Real>& head, const TilePlace& tile, const Use& use) const {
+    constexpr int64_t kPanels = Arithmetic::kGroupPanels;
     const int64_t panels = divide_up(tile.rows, kLanes);
-    Arithmetic::scores(k, size, tile.keys, p.dim, q_lanes, panels, scores, size.panel_elements());
-    Arithmetic::scores(v, size, tile.keys, p.dim_v, dout_lanes, panels, dlogits, size.panel_elements());
-    for (int64_t panel = 0; panel < panels; ++panel) compute_panel(p, head, tile.panel(panel), panel);
-    if (!only_dlogits && panels % 2 != 0 && panels < size.panels())  // blocks of bf16 depth hold two panels
-      Arithmetic::store_gradients(panels, tile.keys, nullptr, nullptr, operands, size);
+    const auto keys_of = [&](int64_t panel) {
+      if (only_dlogits) return tile.keys;  // which are read for all keys
+      const int64_t row = tile.first_row + panel * kLanes;
+      const Range rows{row, std::min(row + kPanels * kLanes, tile.first_row + tile.rows)};
+      const int64_t keys = head.visibility.keys_of_any(rows).end - tile.first_key;
+      return std::clamp<int64_t>(round_up(keys, Arithmetic::kKeyPad), 0, tile.keys);
+    };
+    int64_t before = 0;
+    for (int64_t panel = 0, next; panel < panels; panel = next) {
+      const int64_t keys = keys_of(panel);
+      for (next = panel + kPanels; next < panels && keys_of(next) == keys;) next += kPanels;
+      next = std::min(next, panels);
+      use(Step{panel, next - panel, keys}, std::exchange(before, keys));
+    }
+  }
+
+  void compute(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& tile, Keys k, Keys v) const {
+    for_each_step(head, tile, [&](const Step& step, int64_t) {
+      const int64_t at = step.panel * size.panel_elements();
+      Arithmetic::scores(k, size, step.keys, p.dim, q_lanes + Arithmetic::query_elements(step.panel, p.dim),
+                         step.panels, scores + at, size.panel_elements());
+      Arithmetic::scores(v, size, step.keys, p.dim_v, dout_lanes + Arithmetic::query_elements(step.panel, p.dim_v),
+                         step.panels, dlogits + at, size.panel_elements());
+      const int64_t end = step.panel + step.panels;
+      TilePlace seen = tile;
+      seen.keys = step.keys;
+      for (int64_t panel = step.panel; panel < end; ++panel) compute_panel(p, head, seen.panel(panel), panel);
+      if (!only_dlogits && end % 2 != 0 && end < size.panels())  // blocks of bf16 depth hold two panels
+        Arithmetic::store_gradients(end, step.keys, nullptr, nullptr, operands, size);
+    });
   }
 
   typename Arithmetic::Gradients gradients() const {

@@ -42,7 +42,11 @@ InstructionSet detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && has_amx()) return InstructionSet::kAmx;
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) {
+    if (has_amx()) return InstructionSet::kAmx;
+    // Intel's vdpbf16ps does half of what its fp32 FMA does.
+    if (__builtin_cpu_is("amd")) return InstructionSet::kAvx512Bf16;
+  }
   return avx512 ? InstructionSet::kAvx512 : avx2 ? InstructionSet::kAvx2 : InstructionSet::kPortable;
 #else
   return InstructionSet::kPortable;
@@ -84,7 +88,9 @@ const MicroKernels<double>& micro_kernels<double>() {
 
 const Bf16Kernels* bf16_kernels() {
 #if defined(__x86_64__)
-  if (used().load(std::memory_order_relaxed) >= InstructionSet::kAmx) return &isa::amx_bf16;
+  const InstructionSet set = used().load(std::memory_order_relaxed);
+  if (set >= InstructionSet::kAmx) return &isa::amx_bf16;
+  if (set == InstructionSet::kAvx512Bf16) return &isa::avx512_bf16;
 #endif
   return nullptr;
 }

@@ -199,9 +199,9 @@ struct Bf16Kernels {
 // ---- The choice -----------------------------------------------------------------------------------------------------
 
 // In ascending order; each includes those below.
-enum class InstructionSet : int { kPortable, kAvx2, kAvx512, kAmx };
+enum class InstructionSet : int { kPortable, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 
-// What this machine has.
+// The best that this machine has and gains by.
 InstructionSet best_instruction_set();
 
 // For tests: uses no more than `most` from now on, in the whole process. Returns what is used then.

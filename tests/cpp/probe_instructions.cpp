@@ -23,6 +23,11 @@ int main(int argc, char** argv) {
         "vpaddd %%xmm0, %%xmm0, %%xmm0%{%%k1%}%{z%}\n"  // VL
         "vzeroupper" ::
             : "xmm0");
+  } else if (set == "avx512_bf16") {
+    asm volatile(
+        ".byte 0x62, 0xf2, 0x7e, 0x48, 0x52, 0xc0\n"  // vdpbf16ps %zmm0, %zmm0, %zmm0, for older assemblers
+        "vzeroupper" ::
+            : "xmm0");
   } else if (set == "amx") {
     asm volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0xc0");  // tilerelease, which older assemblers do not know
   } else {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -178,6 +179,61 @@ static void test_product(double tolerance) {
           }
 }
 
+// X Y^T, X Y, X^T Y^T and X^T Y of rows X and Y in bf16, some of them and the ends of blocks not there.
+static void test_bf16_products(const Bf16Kernels& kernels) {
+  std::mt19937 generator(4);
+  std::uniform_real_distribution<float> uniform(-1, 1);
+  struct Matrix {
+    int64_t rows, dim;
+    std::vector<Bf16> data;
+    std::vector<double> exact;
+    Bf16Rows part() const { return {data.data(), dim, rows, 1, rows - 2, dim}; }
+    double at(int64_t r, int64_t d) const { return 1 <= r && r < rows - 2 && d < dim ? exact[r * dim + d] : 0; }
+  };
+  const auto matrix = [&](int64_t rows, int64_t dim) {
+    Matrix m{rows, dim, std::vector<Bf16>(rows * dim), std::vector<double>(rows * dim)};
+    for (int64_t i = 0; i < rows * dim; ++i) {
+      m.data[i] = to_bf16(uniform(generator));
+      m.exact[i] = from_bf16(m.data[i]);
+    }
+    return m;
+  };
+  // Rows are whole blocks, dims any: what is behind them is zero.
+  for (int64_t a_rows : {32, 96})
+    for (int64_t b_rows : {32, 160})
+      for (bool a_turned : {false, true})
+        for (bool b_turned : {false, true})
+          for (bool accumulate : {false, true}) {
+            // C[r][l] = sum over depth of A[r][d] · B[d][l]
+            const int64_t depth = a_turned ? a_rows : 70;
+            const Matrix x = matrix(a_rows, 70);
+            const Matrix y = b_turned ? matrix(b_rows, depth) : matrix(round_up(depth, 32), 41);
+            const int64_t rows = a_turned ? round_up(x.dim, 16) : a_rows, blocks = (depth + 31) / 32;
+            const int64_t panels = (b_turned ? b_rows : round_up(y.dim, 16)) / 16;
+            const auto aligned = [](int64_t elements) {
+              return std::unique_ptr<Bf16, decltype(&std::free)>(
+                  static_cast<Bf16*>(std::aligned_alloc(64, elements * sizeof(Bf16))), &std::free);
+            };
+            const auto a = aligned(rows * blocks * 32), b = aligned(panels * blocks * kBlock);
+            const auto c_memory = aligned(panels * rows * kLanes * 2);
+            float* c = reinterpret_cast<float*>(c_memory.get());
+            std::fill(c, c + panels * rows * kLanes, 2.0f);
+            (a_turned ? kernels.pack_a_columns : kernels.pack_a_rows)(x.part(), a.get());
+            (b_turned ? kernels.pack_b_columns : kernels.pack_b_rows)(y.part(), b.get());
+            const uint32_t before = kernels.begin();
+            kernels.multiply({rows / 16, blocks, panels, a.get(), blocks * kBlock, b.get(), blocks * kBlock, c,
+                              rows * kLanes, accumulate});
+            kernels.end(before);
+            for (int64_t r = 0; r < rows; ++r)
+              for (int64_t l = 0; l < panels * kLanes; ++l) {
+                double exact = accumulate ? 2 : 0;
+                for (int64_t d = 0; d < depth; ++d)
+                  exact += (a_turned ? x.at(d, r) : x.at(r, d)) * (b_turned ? y.at(l, d) : y.at(d, l));
+                EXPECT(std::fabs(c[l / kLanes * rows * kLanes + r * kLanes + l % kLanes] - exact) < 2e-5);
+              }
+          }
+}
+
 template <class Real>
 static void test_softcap(double tolerance) {
   std::vector<Real> s;
@@ -341,6 +397,7 @@ int main() {
     test_masks<float>();
     test_masks<double>();
     test_dropout();
+    if (bf16_kernels() != nullptr) test_bf16_products(*bf16_kernels());
   }
   test_items();
   std::printf("%ld checks\n", checks);

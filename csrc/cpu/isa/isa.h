@@ -11,7 +11,7 @@ extern const MicroKernels<double> portable_fp64;
 #if defined(__x86_64__)
 extern const MicroKernels<float> avx2_fp32, avx512_fp32;
 extern const MicroKernels<double> avx2_fp64, avx512_fp64;
-extern const Bf16Kernels amx_bf16;
+extern const Bf16Kernels avx512_bf16, amx_bf16;
 #endif
 
 }  // namespace flash::cpu::isa

@@ -254,44 +254,62 @@ struct Panels {
 
   template <DataType kType>
   static constexpr bool kIsHalf = kType == DataType::kFloat16 || kType == DataType::kBFloat16;
+  template <DataType kType>
+  static constexpr int64_t kBytes = kIsHalf<kType>                ? 2
+                                    : kType == DataType::kFloat64 ? 8
+                                                                  : 4;
+
+  // Transposes kWidth rows × kKeys keys, of which `rows` × `keys` are there, and adds them to kWidth lanes of the scores.
+  // kWhole: all are there.
+  template <DataType kType, bool kWhole>
+  static inline __attribute__((always_inline)) void add_square(const char* at, int64_t row_bytes, int64_t rows,
+                                                               int64_t keys, Vector scale, Real* scores) {
+    using Element =
+        std::conditional_t<kIsHalf<kType>, uint32_t, std::conditional_t<kType == DataType::kFloat64, double, float>>;
+    typename VectorOf<Element, kWidth * sizeof(Element)>::Type r[kWidth];
+    alignas(64) char copy[kWidth][sizeof(r[0])];
+    if constexpr (!kWhole) {
+      std::memset(copy, 0, sizeof(copy));
+      for (int64_t i = 0; i < rows; ++i) copy_bytes(copy[i], at + i * row_bytes, keys * kBytes<kType>);
+    }
+    for (int i = 0; i < kWidth; ++i) {
+      const char* row = at + i * row_bytes;
+      if constexpr (kWhole) prefetch(row);
+      read(r[i], kWhole ? row : copy[i]);
+    }
+    transpose_square<kWidth>(r);
+    const auto add = [&](int64_t key, Vector values) {
+      Real* to = scores + key * kLanes;
+      if (kWhole || key < keys) V::store(to, scale * V::load(to) + values);
+    };
+    for (int j = 0; j < kWidth; ++j) {
+      if constexpr (kIsHalf<kType>) {
+        add(2 * j, from_halves<kType>(r[j] & 0xFFFFu));
+        add(2 * j + 1, from_halves<kType>(r[j] >> 16));
+      } else {
+        add(j, __builtin_convertvector(r[j], Vector));
+      }
+    }
+  }
 
   // scores[key][lane] = scale · scores + element (row lane, key). Words of 16-bit elements hold two keys.
   template <DataType kType>
   static void add_rows(const PanelRows& x, Real scale, Real* scores) {
-    using Element =
-        std::conditional_t<kIsHalf<kType>, uint32_t, std::conditional_t<kType == DataType::kFloat64, double, float>>;
-    using Elements = typename VectorOf<Element, kWidth * sizeof(Element)>::Type;
-    constexpr int64_t kKeysInOne = kIsHalf<kType> ? 2 : 1, kKeys = kWidth * kKeysInOne;
-    constexpr int64_t kBytes = sizeof(Element) / kKeysInOne;
+    constexpr int64_t kKeys = kWidth * (kIsHalf<kType> ? 2 : 1);
+    const int64_t row_bytes = x.row_stride * kBytes<kType>;
     const auto* data = static_cast<const char*>(x.data);
-    alignas(64) char rest[sizeof(Elements)] = {};
     const Vector factor = V::broadcast(scale);
-    for (int64_t first = 0; first < x.keys; first += kKeys) {
-      const int64_t some = V::smaller(kKeys, x.keys - first);
-      for (int v = 0; v < kPanelVectors; ++v) {
-        Elements r[kWidth] = {};
-        for (int i = 0; i < kWidth; ++i) {
-          const int64_t row = v * kWidth + i;
-          if (row >= x.rows) continue;
-          const char* at = data + (row * x.row_stride + first) * kBytes;
-          prefetch(at);
-          read(r[i], some < kKeys ? copy_bytes(rest, at, some * kBytes) : at);
-        }
-        transpose_square<kWidth>(r);
-        Real* to = scores + first * kLanes + v * kWidth;
-        const auto add = [&](int64_t key, Vector values) {
-          if (key < some) V::store(to + key * kLanes, factor * V::load(to + key * kLanes) + values);
-        };
-        for (int j = 0; j < kWidth; ++j) {
-          if constexpr (kIsHalf<kType>) {
-            add(2 * j, from_halves<kType>(r[j] & 0xFFFFu));
-            add(2 * j + 1, from_halves<kType>(r[j] >> 16));
-          } else {
-            add(j, __builtin_convertvector(r[j], Vector));
-          }
+    for (int64_t first = 0; first < x.keys; first += kKeys)
+      for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+        const int64_t keys = V::smaller(kKeys, x.keys - first), rows = V::smaller(kWidth, x.rows - lane);
+        const char* at = data + lane * row_bytes + first * kBytes<kType>;
+        Real* to = scores + first * kLanes + lane;
+        if (keys == kKeys && rows == kWidth) {
+          add_square<kType, true>(at, row_bytes, rows, keys, factor, to);
+        } else {
+          add_square<kType, false>(at, row_bytes, rows, keys, factor, to);
         }
       }
-    }
   }
 
   static void add_bias(const PanelRows& x, Real scale, Real* scores) {
@@ -336,8 +354,10 @@ struct Panels {
     }
   }
 
-  // The rows of a mask or bias lie far apart: no hardware sees ahead. Where nothing is, nothing happens.
-  static void prefetch(const char* at) { __builtin_prefetch(at + 64, 0, 3); }
+  // The rows of a mask or bias lie far apart: no hardware sees ahead. Two lines, because the next one is wanted at once;
+  // into the second cache, because rows a power of two apart drive each other out of the first. Where nothing is, nothing
+  // happens.
+  static void prefetch(const char* at) { __builtin_prefetch(at + 128, 0, 2); }
 
   static void hide_outside(const KeyBounds& bounds, int64_t first, int64_t last, Real* scores) {
     using Bounds = typename VectorOf<int32_t, kWidth * 4>::Type;

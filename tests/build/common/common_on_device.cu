@@ -14,5 +14,6 @@ __global__ void use_everything(FwdParams p, float* out) {
   const auto st = make_statistics<float>(m.row_max, m.scale_a);
   out[threadIdx.x] = r.size() + log_sum_exp(st) + apply_softcap<float>(out[2], 3.f).value +
                      alibi<float>(alibi_slope<float>(p.score, 0, 1), 1, 2, 3) +
-                     dropout_stream(p.dropout.seed, 1, 2).draw(3, 4) + log2_sum_for_backward(st);
+                     dropout_stream(p.dropout.seed, 1, 2).keeps(3, 4, DropoutThreshold(p.dropout.threshold)) +
+                     softcap_of<float>(p.score) + log2_sum_for_backward(st);
 }
