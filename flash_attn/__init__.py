@@ -4,6 +4,7 @@ __version__ = "2.8.3+0.1.0"
 
 from flash_attn._ops import Availability, is_available
 from flash_attn.baselines import standard_attention, tiled_attention
+from flash_attn.block_mask import BlockMask
 from flash_attn.dropout import dropout_mask
 from flash_attn.explain import Explanation, explain
 from flash_attn.from_lse import attention_probs, merge_attention
@@ -19,6 +20,7 @@ from flash_attn.interface import (
 
 __all__ = [
     "Availability",
+    "BlockMask",
     "Explanation",
     "attention_probs",
     "dropout_mask",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from flash_attn.problem import Problem, compute_dtype
+from flash_attn.problem import BlockLists, Problem, compute_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64)
@@ -196,6 +196,22 @@ def broadcastable(name: str, x: Tensor, q: Tensor, sizes: tuple[int, int, int, i
     return x if x.dim() == 4 else x[(None,) * (4 - x.dim())]
 
 
+def block_lists(blocks: BlockLists | None, q: Tensor, sizes: tuple[int, int, int, int]) -> tuple[Tensor | None, ...]:
+    """The four tensors of a block mask that fits a call on (batch, heads, seqlen_q, seqlen_k)."""
+    if blocks is None:
+        return None, None, None, None
+    kinds = blocks.kinds
+    rule = "must be made for the call's batch, heads, seqlen_q, seqlen_k = {} (max_seqlen of packed sequences), its "
+    rule += "batch and heads or 1; it is made for {} × {}"
+    lengths = (blocks.seqlen_q, blocks.seqlen_k)
+    for given, full in zip(kinds.shape[:2], sizes[:2], strict=True):
+        require(given == 1 or given == full, "block_mask", kinds, rule, sizes, *lengths)
+    for given, full in zip(lengths, sizes[2:], strict=True):
+        require(given == full, "block_mask", kinds, rule, sizes, *lengths)
+    on_device_of_q("block_mask", kinds, q)
+    return blocks[:4]
+
+
 def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int, heads: int) -> Tensor | None:
     if alibi_slopes is None:
         return None
@@ -258,11 +274,12 @@ def attention(
     dropout_seed: Tensor | None = None,
     upper_left: bool = False,
     seqlen_q: int | None = None,
+    blocks: BlockLists | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Problem]:
     """Checks one call. Returns bias (4-D) and sink (compute dtype), still attached to autograd, and the Problem.
 
     No seed is drawn yet (`draw_seed`): an error leaves torch's generator as it was.
-    `seqlen_q`: the length of the query side where q holds only some of its rows.
+    `seqlen_q`: the length of the query side where q holds only some of its rows. `blocks`: of a block mask.
     """
     is_varlen = cu_seqlens_q is not None or cu_seqlens_k is not None
     operands(q, k, v, is_varlen)
@@ -305,6 +322,7 @@ def attention(
         on_device_of_q("learnable_sink", sink, q)
         sink = sink.to(compute_dtype(q.dtype)).contiguous()
 
+    kinds, patterns, key_lists, query_lists = block_lists(blocks, q, sizes)
     problem = Problem(
         softmax_scale=scale,
         causal=flag("causal", causal),
@@ -325,6 +343,10 @@ def attention(
         leftpad_q=indices("leftpad_q", leftpad_q, batch, q),
         leftpad_k=indices("leftpad_k", leftpad_k, batch, q),
         deterministic=flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+        block_kinds=kinds,
+        block_patterns=patterns,
+        key_lists=key_lists,
+        query_lists=query_lists,
     )
     return bias, sink, problem
 

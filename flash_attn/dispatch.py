@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn import _ops, autograd, checks
-from flash_attn.problem import Problem
+from flash_attn.block_mask import BlockMask
+from flash_attn.problem import BlockLists, Problem
 from flash_attn.softmax_dmask import softmax_dmask
 
 # How calls without optional tensors were served that passed the checks before: over a few tokens, checking them again
@@ -22,6 +23,18 @@ _NUMBERS = frozenset((float, int, bool, str, type(None)))
 def refuse(name: str, value: object | None, why: str) -> None:
     if value is not None:
         raise NotImplementedError(f"{name}: {why}")
+
+
+def lists_of(block_mask: object | None) -> BlockLists | None:
+    """What a call takes of its block mask."""
+    if block_mask is None:
+        return None
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask must be a flash_attn.BlockMask; got {type(block_mask).__name__}: BlockMask(blocks, seqlen_q, "
+            "seqlen_k) and BlockMask.from_dense make one of a bool tensor, BlockMask.from_flex one of FlexAttention's"
+        )
+    return block_mask.lists
 
 
 def choose_backend(backend: str, q: Tensor, dim_v: int, problem: Problem, bias: Tensor | None) -> str:
@@ -40,6 +53,10 @@ def choose_backend(backend: str, q: Tensor, dim_v: int, problem: Problem, bias: 
         raise NotImplementedError(f'backend="{backend}" has no kernel for {device} tensors; {otherwise}')
     if backend == "mma_sync":
         index = q.device.index if q.device.index is not None else torch.cuda.current_device()
+        if problem.block_kinds is not None:
+            raise NotImplementedError(
+                f'block_mask: backend="{backend}" does not take one yet, backend="cpu" does; {otherwise}'
+            )
         plan = _ops.gpu_plan(index, q.dtype, q.shape[-1], dim_v, _ops.variant_of(problem, bias))
         if plan.reason:
             raise NotImplementedError(f'backend="{backend}": {plan.reason}; {otherwise}')
@@ -100,7 +117,7 @@ def attention(
     return_attn_probs: bool,
     bias: Tensor | None,
     mask: Tensor | None,
-    block_mask: object | None,
+    block_mask: BlockMask | None,
     learnable_sink: Tensor | None,
     seqused_q: Tensor | None,
     seqused_k: Tensor | None,
@@ -143,7 +160,6 @@ def attention(
             out, lse = autograd.attention(q, k, v, None, None, *served)
             return (out, lse) if return_lse else out
 
-    refuse("block_mask", block_mask, "block-sparse attention is not built yet; `mask` takes an element mask")
     for name, x in (("q", q), ("k", k), ("v", v)):
         checks.require_tensor(name, x)
     if bias is not None:
@@ -173,6 +189,7 @@ def attention(
         leftpad_k=leftpad_k,
         dropout_seed=dropout_seed,
         upper_left=upper_left,
+        blocks=lists_of(block_mask),
     )
     backend = choose_backend(backend, q, v.shape[-1], problem, bias)
     reads_on_host = backend == "reference" or (backend == "cpu" and problem.drops)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_attn import checks, dispatch
+from flash_attn.block_mask import BlockMask
 
 
 def flash_attn_func(
@@ -24,7 +25,7 @@ def flash_attn_func(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    block_mask: object | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -57,7 +58,8 @@ def flash_attn_func(
         bias: added to the logits: q's dtype or fp32, broadcastable to (batch, heads, seqlen_q, seqlen_k),
             differentiable. -inf hides a key like a mask does.
         mask: bool, broadcastable to (batch, heads, seqlen_q, seqlen_k), True = may attend.
-        block_mask: not built yet.
+        block_mask: a `BlockMask` made for (seqlen_q, seqlen_k): only its blocks are computed, so time falls with them.
+            Which elements are visible is the logical AND with all other options.
         learnable_sink: (heads,), a logit per head that joins the softmax's denominator only; differentiable.
         seqused_q, seqused_k: int32 or int64 (batch,): rows of q (of k and v) from this one on are padding.
         leftpad_q, leftpad_k: int32 or int64 (batch,): rows before this one are padding. The sequence is what lies in
@@ -130,7 +132,7 @@ def flash_attn_kvpacked_func(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    block_mask: object | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -184,7 +186,7 @@ def flash_attn_qkvpacked_func(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    block_mask: object | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -245,7 +247,7 @@ def flash_attn_varlen_func(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    block_mask: object | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -262,7 +264,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 or int64 (batch + 1,): sequence b has the rows [cu_seqlens[b], cu_seqlens[b +
             1]). Lengths may be 0; with `seqused_q`, `seqused_k` the sequences are shorter than their segments (gaps).
         max_seqlen_q, max_seqlen_k: at least the longest segment; rows and columns of bias and mask, which are
-            broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k) and count from the start of each segment.
+            broadcastable to (batch, heads, max_seqlen_q, max_seqlen_k) and count from the start of each segment, as
+            the blocks of a block_mask do, which is made for these two.
         block_table: not built yet.
         The others: as in `flash_attn_func`.
 
@@ -323,7 +326,7 @@ def flash_attn_varlen_kvpacked_func(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    block_mask: object | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -383,7 +386,7 @@ def flash_attn_varlen_qkvpacked_func(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
-    block_mask: object | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,

@@ -23,6 +23,17 @@ def draw_threshold(dropout_p: float) -> int:
     return int(dropout_p * 65536 + 0.5)
 
 
+class BlockLists(NamedTuple):
+    """What a call takes of a `BlockMask`, which says what the tensors hold, and the lengths that the mask is for."""
+
+    kinds: Tensor
+    patterns: Tensor
+    key_lists: Tensor
+    query_lists: Tensor
+    seqlen_q: int
+    seqlen_k: int
+
+
 class Problem(NamedTuple):
     """The checked, normalised options of one call, in the order of the op schemas (csrc/binding/schema.cpp).
 
@@ -49,6 +60,10 @@ class Problem(NamedTuple):
     leftpad_q: Tensor | None = None
     leftpad_k: Tensor | None = None
     deterministic: bool = False
+    block_kinds: Tensor | None = None  # the four of a BlockMask, contiguous, on q's device: all or none
+    block_patterns: Tensor | None = None
+    key_lists: Tensor | None = None
+    query_lists: Tensor | None = None
 
     @property
     def is_varlen(self) -> bool:
@@ -81,6 +96,7 @@ class Problem(NamedTuple):
             and self.seqused_k is None
             and self.leftpad_q is None
             and self.leftpad_k is None
+            and self.block_kinds is None
         )
 
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -94,11 +110,15 @@ class Problem(NamedTuple):
             self.seqused_k,
             self.leftpad_q,
             self.leftpad_k,
+            self.block_kinds,
+            self.block_patterns,
+            self.key_lists,
+            self.query_lists,
         )
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> Problem:
         """The problem with other tensors, in the order of `tensors`."""
-        seed, slopes, mask, cu_q, cu_k, used_q, used_k, pad_q, pad_k = tensors
+        seed, slopes, mask, cu_q, cu_k, used_q, used_k, pad_q, pad_k, kinds, patterns, key_lists, query_lists = tensors
         return self._replace(
             dropout_seed=seed,
             alibi_slopes=slopes,
@@ -109,4 +129,8 @@ class Problem(NamedTuple):
             seqused_k=used_k,
             leftpad_q=pad_q,
             leftpad_k=pad_k,
+            block_kinds=kinds,
+            block_patterns=patterns,
+            key_lists=key_lists,
+            query_lists=query_lists,
         )

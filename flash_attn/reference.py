@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn.block_patterns import visible_elements
 from flash_attn.dropout import keep_mask, keep_scale
 from flash_attn.problem import Problem, compute_dtype
 
@@ -68,7 +69,24 @@ def visibility(problem: Problem, region: Region) -> Tensor:
         visible = visible & (distance(problem, region) >= (0 if problem.causal else -problem.window_right))
     if problem.mask is not None:
         visible = visible & select(problem.mask, region)
-    return visible
+    return visible if problem.block_kinds is None else visible & block_visibility(problem, region)
+
+
+def block_visibility(problem: Problem, region: Region) -> Tensor:
+    """What the block mask lets each query of a region see: bool (batch | 1, heads | 1, rows, columns)."""
+
+    def places(of: slice | Tensor, count: int) -> Tensor:
+        return (
+            of if isinstance(of, Tensor) else torch.arange(count, device=problem.block_kinds.device) + (of.start or 0)
+        )
+
+    rows = places(region.rows, region.q_position.shape[-2])[:, None]
+    columns = places(region.columns, region.k_position.shape[-1])
+    _, block_rows, block_keys = problem.block_patterns.shape
+    kinds = problem.block_kinds if problem.block_kinds.shape[0] == 1 else problem.block_kinds[region.batch]
+    return visible_elements(
+        kinds[:, :, rows // block_rows, columns // block_keys], problem.block_patterns, rows, columns
+    )
 
 
 def logits(products: Tensor, bias: Tensor | None, problem: Problem, region: Region) -> Tensor:

@@ -11,9 +11,11 @@ import math
 import random
 from dataclasses import dataclass, field, fields, replace
 
+import case_data
 import oracle
 import pytest
 import torch
+from case_data import strided, values
 from torch import Tensor
 
 import flash_attn
@@ -47,6 +49,7 @@ class Case:
     bias_fp32: bool = False
     bias_inf: bool = False  # a fifth of the entries −inf
     mask: str = ""
+    blocks: str = ""  # of a block mask: see case_data.block_mask
     seqused_q: bool = False
     seqused_k: bool = False
     leftpad_q: bool = False
@@ -99,6 +102,8 @@ class Inputs:
     bias: Tensor | None = None
     sink: Tensor | None = None
     mask: Tensor | None = None
+    block_mask: flash_attn.BlockMask | None = None
+    visible_blocks: Tensor | None = None  # the same, dense
     alibi: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -113,40 +118,6 @@ class Inputs:
         """The tensors of `grads`, by letter."""
         named = {"q": self.q, "k": self.k, "v": self.v, "b": self.bias, "s": self.sink}
         return {c: named[c] for c in grads}
-
-
-def _values(case: Case, shape: tuple[int, ...], role: str, g: torch.Generator) -> Tensor:
-    """Values of q, k or v; fp64 ones fill their mantissas: sums of products of fp32 values would be exact."""
-    full = torch.float64 if case.dtype == torch.float64 else torch.float32
-    x = torch.randn(shape, generator=g, dtype=full)
-    if case.data == "offset_k" and role == "k":
-        x = x + 8 * torch.randn(shape[-1], generator=g)
-    if case.data == "outliers" and role in "qk":
-        x[..., 0] *= 100 if role == "k" else 10
-        x[..., -1] *= 100
-    if case.data == "equal_rows" and x.numel():
-        x = x.flatten(0, -3)[:1].expand(x.flatten(0, -3).shape).reshape(shape).clone()
-    if case.data == "one_hot" and x.numel():
-        x = 4.0 * torch.nn.functional.one_hot(torch.randint(0, shape[-1], shape[:-1], generator=g), shape[-1]).to(full)
-    return x
-
-
-def _strided(x: Tensor, layout: str, role: str) -> Tensor:
-    """The same values in other memory, surrounded by NaN where there are gaps."""
-    if layout == "heads_first":
-        return x.transpose(-3, -2).contiguous().transpose(-3, -2)
-    if layout == "expanded" and role in "kv" and x.shape[-2] > 1:  # one head for all
-        return x[..., :1, :].expand(x.shape)
-    if layout == "last_stride_2":
-        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan, dtype=x.dtype)
-        wide[..., ::2] = x
-        return wide[..., ::2]
-    if layout == "slice":
-        wide = torch.full([n + 3 for n in x.shape], math.nan, dtype=x.dtype)
-        part = wide[tuple(slice(1, n + 1) for n in x.shape)]
-        part.copy_(x)
-        return part
-    return x
 
 
 def _pattern_shape(pattern: str, sizes: tuple[int, int, int, int]) -> list[int]:
@@ -195,9 +166,9 @@ def build(case: Case) -> Inputs:
         ("v", real_k, case.heads_k, case.dim_v),
         ("dout", real_q, case.heads, case.dim_v),
     ):
-        x = _values(case, (*real.shape, heads, dim), role, g).to(case.dtype)
+        x = values(case, (*real.shape, heads, dim), role, g).to(case.dtype)
         x[~real] = math.nan
-        tensors[role] = _strided(x, case.layout, role)
+        tensors[role] = strided(x, case.layout, role)
     statistics_dtype = torch.float64 if case.dtype == torch.float64 else torch.float32
     real_lse = real_q[None].expand(case.heads, -1) if case.varlen else real_q[:, None].expand(-1, case.heads, -1)
     dlse = torch.randn(real_lse.shape, generator=g).to(statistics_dtype).masked_fill(~real_lse, math.nan)
@@ -217,6 +188,8 @@ def build(case: Case) -> Inputs:
         made.alibi = torch.rand(shape, generator=g) * 0.3
     if case.mask:
         made.mask = torch.rand(_pattern_shape(case.mask, sizes), generator=g) < 0.7
+    if case.blocks:
+        made.block_mask, made.visible_blocks = case_data.block_mask(case.blocks, sizes, g)
     if case.bias:
         made.bias = _bias(case, sizes, made, g)
     if case.sink:
@@ -239,7 +212,7 @@ def _bias(case: Case, sizes: tuple[int, int, int, int], made: Inputs, g: torch.G
     while used.ndim > len(shape):
         used = used.any(0)
     bias[~used] = math.nan
-    return _strided(bias, case.layout, "bias") if case.layout in ("last_stride_2", "slice") else bias
+    return strided(bias, case.layout, "bias") if case.layout in ("last_stride_2", "slice") else bias
 
 
 def options(case: Case, made: Inputs) -> oracle.Options:
@@ -248,9 +221,12 @@ def options(case: Case, made: Inputs) -> oracle.Options:
     if case.dropout_p >= 2.0**-17:  # less drops nothing and scales nothing
         seed = tuple(int(s) for s in made.dropout_seed)
         keep = oracle.keep_mask(seed, case.dropout_p, case.batch, case.heads, made.max_seqlen_q, made.max_seqlen_k)
+    mask = made.mask if made.block_mask is None else made.visible_blocks
+    if mask is not made.mask and made.mask is not None:
+        mask = mask & made.mask
     return oracle.Options(
         scale=case.scale, causal=case.causal, window=case.window, softcap=case.softcap, alibi=made.alibi,
-        mask=made.mask, cu_seqlens_q=made.cu_seqlens_q, cu_seqlens_k=made.cu_seqlens_k, **made.lengths,
+        mask=mask, cu_seqlens_q=made.cu_seqlens_q, cu_seqlens_k=made.cu_seqlens_k, **made.lengths,
         dropout_p=case.dropout_p if keep is not None else 0.0, keep=keep,
     )  # fmt: skip
 
@@ -269,8 +245,8 @@ def call(case: Case, made: Inputs, backend: str = "auto") -> tuple[Tensor, Tenso
     common = dict(
         dropout_p=case.dropout_p, softmax_scale=case.scale, causal=case.causal, window_size=case.window,
         softcap=case.softcap, alibi_slopes=made.alibi, deterministic=case.deterministic, bias=made.bias,
-        mask=made.mask, learnable_sink=made.sink, dropout_seed=made.dropout_seed, return_lse=True, backend=backend,
-        **made.lengths,
+        mask=made.mask, block_mask=made.block_mask, learnable_sink=made.sink, dropout_seed=made.dropout_seed,
+        return_lse=True, backend=backend, **made.lengths,
     )  # fmt: skip
     if case.varlen:
         return flash_attn.flash_attn_varlen_func(
@@ -299,6 +275,7 @@ def run(case: Case, device: str = "cpu", backend: str = "auto") -> Result:
     for f in fields(made):
         if isinstance(getattr(made, f.name), Tensor):
             setattr(made, f.name, _to(getattr(made, f.name), device))
+    made.block_mask = None if made.block_mask is None else made.block_mask.to(device)
     leaves = made.leaves(case.grads)
     for t in leaves.values():
         t.requires_grad_()
@@ -423,9 +400,9 @@ KERNELS = [Target("cuda", "mma_sync")] if torch.cuda.is_available() and flash_at
 
 
 def in_half_precision(case: Case, number: int) -> Case | None:
-    """The case for a GPU kernel: fp32 and fp64 become fp16 and bf16 in turn. None: its head dim is too large."""
+    """The case for a GPU kernel: fp32 and fp64 become fp16 and bf16 in turn. None: it has no kernel."""
     half = case.dtype if case.dtype in (torch.float16, torch.bfloat16) else (torch.bfloat16, torch.float16)[number % 2]
-    return None if max(case.dim, case.dim_v) > 256 else replace(case, dtype=half)
+    return None if max(case.dim, case.dim_v) > 256 or case.blocks else replace(case, dtype=half)
 
 
 def with_targets(cases: list[Case], reference_every: int = 4):
@@ -454,10 +431,13 @@ def random_case(rng: random.Random) -> Case:
         return full[rng.choice((0, 0, 0, 1, 2, 3)) :]
 
     heads_k = rng.choice((1, 1, 2, 3))
-    size = (0, 1, 2, 3, 5, 7, 9, 16, 17, 31, 33, 33, 48, 63, 64, 65, 65, 97, 129)
-    seqlen_q = rng.choice(size)
+    lengths = (0, 1, 2, 3, 5, 7, 9, 16, 17, 31, 33, 33, 48, 63, 64, 65, 65, 97, 129)
+    seqlen_q = rng.choice(lengths)
     dim = rng.choice((1, 2, 3, 4, 5, 8, 8, 11, 16, 16, 17, 24, 32, 33, 40, 64, 64, 72, 80, 96, 128))
     bias, sink = pattern() if maybe(0.3) else "", maybe(0.25)
+    size = [rng.choice((16, 16, 32, 48, 128)) for _ in "qk"]
+    density = rng.choice((0.0, 0.1, 0.5, 0.5, 1.0, "rows", "columns", "one"))
+    blocks = f"{rng.choice(('bh', 'b1', '1h', '11'))} {size[0]}x{size[1]} {density}{rng.choice(('', ' e'))}"
     grads = "qkv" + "b" * bool(bias) + "s" * sink
     if maybe(0.2):
         grads = "".join(c for c in grads if maybe(0.5))
@@ -466,7 +446,7 @@ def random_case(rng: random.Random) -> Case:
         heads_k=heads_k,
         heads=heads_k * rng.choice((1, 1, 2, 3)),
         seqlen_q=seqlen_q,
-        seqlen_k=seqlen_q if maybe(0.3) else rng.choice(size),
+        seqlen_k=seqlen_q if maybe(0.3) else rng.choice(lengths),
         dim=dim,
         dim_v=dim if maybe(0.6) else rng.choice((1, 2, 3, 7, 8, 16, 24, 40, 64, 128)),
         dtype=rng.choice((torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64)),
@@ -479,6 +459,7 @@ def random_case(rng: random.Random) -> Case:
         bias_fp32=bool(bias) and maybe(0.4),
         bias_inf=bool(bias) and maybe(0.3),
         mask=pattern() if maybe(0.25) else "",
+        blocks=blocks if maybe(0.15) else "",
         seqused_q=maybe(0.15),
         seqused_k=maybe(0.25),
         leftpad_q=maybe(0.15),

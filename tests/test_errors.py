@@ -153,7 +153,6 @@ OPTIONS = {
 }
 
 MISSING = {
-    "block mask": (dense(block_mask=zeros(1, 1, dtype=BOOL)), NotImplementedError, "block_mask", ""),
     "block table": (varlen(block_table=zeros(2, 1, dtype=INT)), NotImplementedError, "block_table", ""),
     "gradient of slopes": (dense(alibi_slopes=zeros(4).requires_grad_()), NotImplementedError, "alibi_slopes", "bias"),
     "wgmma on the CPU": (dense(backend="wgmma"), NotImplementedError, "wgmma", ""),

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn import (
+    BlockMask,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -71,6 +72,12 @@ def _packed_varlen(qkv: Tensor, kv: Tensor, cu_q: Tensor, cu_k: Tensor, backend:
 def _scores(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor, slopes: Tensor, backend: str = "auto"):
     options = {"mask": mask, "alibi_slopes": slopes, "softcap": 3.0, "window_size": (4, 3), "backend": backend}
     return flash_attn_func(q, k, v, bias=bias, **options)
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, elements: Tensor, backend: str = "auto") -> Tensor:
+    """The mask is made inside: of tensors that are inputs."""
+    mask = BlockMask(blocks, q.shape[1], k.shape[1], (16, 32), element_mask=elements)
+    return flash_attn_func(q, k, v, block_mask=mask, causal=True, backend=backend)
 
 
 def _dropout(q: Tensor, k: Tensor, v: Tensor, backend: str = "auto") -> Tensor:
@@ -139,6 +146,9 @@ FEATURES = {
     "bias, mask, alibi, softcap, window": Feature(
         _scores, (*DENSE_SHAPES, (2, 1, 5, 7)), (*DENSE, {0: B, 2: Q, 3: K}, {0: Q, 1: K}, None),
         lambda: [torch.arange(35).view(5, 7) % 3 > 0, torch.tensor([0.1, 0.2, 0.3, 0.4])]),
+    "block mask": Feature(
+        _blocks, ((2, 20, 4, 4), (2, 35, 2, 4), (2, 35, 2, 6)), (*[{0: B}] * 3, None, None),
+        lambda: [torch.tensor([[True, False], [True, True]]).expand(4, 2, 2), torch.arange(700).view(20, 35) % 5 > 0]),
     "sink": Feature(_sink, (*DENSE_SHAPES, (4,)), (*DENSE, None)),
     "lengths": Feature(_lengths, DENSE_SHAPES, (*DENSE, {0: B}, {0: B}),
                        lambda: [torch.tensor([7, 3]), torch.tensor([1, 0])]),

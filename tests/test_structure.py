@@ -99,14 +99,16 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "problem": set(),
     "dropout": {"problem"},
     "checks": {"problem"},
+    "block_patterns": set(),
+    "block_mask": {"block_patterns", "checks", "problem"},
     "_ops": {"problem", "dropout"},
-    "reference": {"problem", "dropout"},
+    "reference": {"block_patterns", "problem", "dropout"},
     "from_lse": {"checks", "problem", "reference"},
     "higher_order": {"problem", "reference"},
     "gpu": {"_ops", "reference"},
     "autograd": {"problem", "dropout", "gpu", "higher_order", *BACKENDS},
-    "dispatch": {"autograd", "checks", "problem", "softmax_dmask", *BACKENDS},
-    "interface": {"dispatch", "checks", "problem"},
+    "dispatch": {"autograd", "block_mask", "checks", "problem", "softmax_dmask", *BACKENDS},
+    "interface": {"block_mask", "dispatch", "checks", "problem"},
     "baselines": {"dispatch", "checks", "problem", *BACKENDS},
     "bert_padding": set(),
     "softmax_dmask": {"dropout", "problem", "reference"},
@@ -119,7 +121,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "gpus": set(),
     "io_model": {"gpus"},
     "paper": {"baselines", "block_mask", "interface", "io_model", "reference"},
-    "__init__": {"interface", "baselines", "bert_padding", "dropout", "explain", "from_lse", *BACKENDS},
+    "__init__": {"interface", "baselines", "block_mask", "bert_padding", "dropout", "explain", "from_lse", *BACKENDS},
 }
 RUN_TIME_NEEDS = {"torch", "einops", "flash_attn"}
 # A program of its own, which nothing imports: what its extra of pyproject.toml brings.

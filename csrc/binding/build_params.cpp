@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "binding/check.h"
+#include "common/block_mask.h"
 #include "common/sequence.h"
 
 namespace flash {
@@ -112,6 +113,47 @@ Broadcast broadcast(const Tensor& x, const Tensor& q, const AttentionParams& p, 
   return {x.data_ptr(), stride(0), stride(1), stride(2), stride(3)};
 }
 
+BlockMask block_mask(const Tensor& q, const AttentionParams& p, const CallOptions& options) {
+  const bool given = options.block_kinds.has_value();
+  FLASH_CHECK(given == options.block_patterns.has_value() && given == options.key_lists.has_value() &&
+                  given == options.query_lists.has_value(),
+              "block_kinds, block_patterns, key_lists and query_lists go together");
+  if (!given) return {};
+  const Tensor &kinds = *options.block_kinds, &patterns = *options.block_patterns;
+  FLASH_CHECK(kinds.dim() == 4 && (kinds.size(0) == 1 || kinds.size(0) == p.batch) &&
+                  (kinds.size(1) == 1 || kinds.size(1) == p.heads),
+              "block_kinds must be (batch or 1, heads or 1, q blocks, k blocks)");
+  FLASH_CHECK(patterns.dim() == 3 && patterns.size(1) > 0 && patterns.size(2) > 0,
+              "block_patterns must be (patterns, rows, keys)");
+  check_shape(*options.key_lists, {kinds.size(0), kinds.size(1), kinds.size(2), 1 + kinds.size(3)}, "key_lists");
+  check_shape(*options.query_lists, {kinds.size(0), kinds.size(1), kinds.size(3), 1 + kinds.size(2)}, "query_lists");
+  for (const Tensor* x : {&kinds, &*options.key_lists, &*options.query_lists})
+    FLASH_CHECK(x->scalar_type() == ScalarType::Int && x->is_contiguous() && x->device() == q.device(),
+                "block_kinds, key_lists and query_lists must be contiguous int32 on the device of q");
+  FLASH_CHECK(patterns.scalar_type() == ScalarType::Bool && patterns.is_contiguous() && patterns.device() == q.device(),
+              "block_patterns must be contiguous bool on the device of q");
+  BlockMask mask;
+  mask.rows = patterns.size(1);
+  mask.keys = patterns.size(2);
+  mask.q_blocks = kinds.size(2);
+  mask.k_blocks = kinds.size(3);
+  if (!p.rows_q.cu_seqlens.given())
+    FLASH_CHECK(
+        mask.q_blocks == divide_up(p.rows_q.rows, mask.rows) && mask.k_blocks == divide_up(p.rows_k.rows, mask.keys),
+        "block_kinds must have as many blocks as q and k have rows");
+  static constexpr int32_t kNothing = 0;  // an empty tensor may have no memory; it is still given
+  const auto data = [](const Tensor& x) {
+    return x.numel() == 0 ? &kNothing : static_cast<const int32_t*>(x.data_ptr());
+  };
+  mask.kinds = data(kinds);
+  mask.patterns = static_cast<const uint8_t*>(patterns.data_ptr());
+  mask.key_lists = data(*options.key_lists);
+  mask.query_lists = data(*options.query_lists);
+  mask.head_planes = kinds.size(1) == 1 ? 0 : 1;
+  mask.batch_planes = kinds.size(0) == 1 ? 0 : kinds.size(1);
+  return mask;
+}
+
 void build_common(AttentionParams& p, const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias,
                   const OptionalTensor& sink, const CallOptions& options) {
   const bool packed = options.cu_seqlens_q.has_value();
@@ -168,6 +210,7 @@ void build_common(AttentionParams& p, const Tensor& q, const Tensor& k, const Te
     FLASH_CHECK(options.mask->scalar_type() == ScalarType::Bool, "mask must be bool");
     static_cast<Broadcast&>(p.mask) = broadcast(*options.mask, q, p, "mask");
   }
+  p.block_mask = block_mask(q, p, options);
   if (sink.has_value()) {
     check_shape(*sink, {p.heads}, "sink");
     check_same_device(*sink, q, "sink");
@@ -311,6 +354,37 @@ Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Te
   return call;
 }
 
+namespace {
+
+// What would lead outside the tensors: of a mask that Python built, none is found.
+void check_blocks(const AttentionParams& p, const CallOptions& options) {
+  const BlockMask& mask = p.block_mask;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Sequence s = sequence(p, b);
+    FLASH_CHECK(
+        s.q.leftpad + s.q.length <= mask.q_blocks * mask.rows && s.k.leftpad + s.k.length <= mask.k_blocks * mask.keys,
+        "block_kinds has ", mask.q_blocks, " × ", mask.k_blocks, " blocks, too few for sequence ", b);
+  }
+  const auto check_lists = [](const Tensor& lists, const char* name) {
+    const int64_t width = lists.size(3), blocks = width - 1;
+    const auto* list = static_cast<const int32_t*>(lists.data_ptr());
+    for (int64_t i = 0; i < lists.numel() / width; ++i, list += width) {
+      bool good = 0 <= list[0] && list[0] <= blocks;
+      for (int64_t j = 1; good && j <= list[0]; ++j)
+        good = (j == 1 ? 0 : list[j - 1] + 1) <= list[j] && list[j] < blocks;
+      FLASH_CHECK(good, name, " must hold a count and so many ascending numbers of blocks in [0, ", blocks, ")");
+    }
+  };
+  check_lists(*options.key_lists, "key_lists");
+  check_lists(*options.query_lists, "query_lists");
+  const auto* kinds = static_cast<const int32_t*>(options.block_kinds->data_ptr());
+  const int64_t end = kFirstPattern + options.block_patterns->size(0), count = options.block_kinds->numel();
+  FLASH_CHECK(std::all_of(kinds, kinds + count, [&](int32_t kind) { return 0 <= kind && kind < end; }),
+              "block_kinds must be in [0, ", end, "), two more than there are patterns");
+}
+
+}  // namespace
+
 void check_contents(const AttentionParams& p, const OptionalTensor& bias, const CallOptions& options) {
   const auto check_side = [&](const RowLayout& layout, int64_t max_seqlen, const char* side) {
     if (!has_unused_rows(layout)) return;
@@ -356,6 +430,7 @@ void check_contents(const AttentionParams& p, const OptionalTensor& bias, const 
   };
   check_extent(bias, "bias");
   check_extent(options.mask, "mask");
+  if (p.block_mask.given()) check_blocks(p, options);
 }
 
 }  // namespace flash

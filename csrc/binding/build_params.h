@@ -26,6 +26,7 @@ struct CallOptions {
   OptionalTensor cu_seqlens_q{}, cu_seqlens_k{};
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   OptionalTensor seqused_q{}, seqused_k{}, leftpad_q{}, leftpad_k{};
+  OptionalTensor block_kinds{}, block_patterns{}, key_lists{}, query_lists{};
 };
 
 // What a call hands to the backend beside the params: the tensors that hold the results.

@@ -47,11 +47,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     int64_t window_left, int64_t window_right, bool upper_left, double softcap, double dropout_p,
     OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
     OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
-    OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/) {
+    OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/,
+    OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists, OptionalTensor query_lists) {
   return forward(
       q, k, v, bias, sink,
-      {softmax_scale, causal, window_left, window_right, upper_left, softcap, dropout_p, dropout_seed, alibi_slopes,
-       mask, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, leftpad_q, leftpad_k});
+      {softmax_scale, causal,    window_left,  window_right,   upper_left,   softcap,      dropout_p, dropout_seed,
+       alibi_slopes,  mask,      cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+       leftpad_q,     leftpad_k, block_kinds,  block_patterns, key_lists,    query_lists});
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward_plain(Tensor q, Tensor k, Tensor v, double softmax_scale,
@@ -67,11 +69,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     double dropout_p, OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask,
     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k,
-    bool deterministic) {
+    bool deterministic, OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists,
+    OptionalTensor query_lists) {
   using torch::headeronly::ScalarType;
-  const CallOptions options{softmax_scale, causal,       window_left,  window_right, upper_left,   softcap,
-                            dropout_p,     dropout_seed, alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
-                            max_seqlen_q,  max_seqlen_k, seqused_q,    seqused_k,    leftpad_q,    leftpad_k};
+  const CallOptions options{softmax_scale, causal,         window_left,  window_right, upper_left,   softcap,
+                            dropout_p,     dropout_seed,   alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
+                            max_seqlen_q,  max_seqlen_k,   seqused_q,    seqused_k,    leftpad_q,    leftpad_k,
+                            block_kinds,   block_patterns, key_lists,    query_lists};
   const Here here(q);
   q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v), dout = with_unit_stride(dout);
   if (dlse.has_value()) dlse = torch::stable::contiguous(*dlse);

@@ -4,13 +4,15 @@
 // Layouts: q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v (batch, seqlen_k, heads_k, dim_v);
 // with cu_seqlens (total_q, heads, dim) and so on. lse (batch, heads, seqlen_q) or (heads, total_q); statistics (2,
 // lse...): reference, log2 of the sum. bias and mask (batch | 1, heads | 1, rows | 1, columns | 1), of packed sequences
-// with max_seqlen rows and columns.
+// with max_seqlen rows and columns. block_kinds and what follows: of a block mask, as flash_attn/block_mask.py builds
+// them, all or none.
 #define FLASH_ATTN_OPTIONS                                                                                   \
   "float softmax_scale, bool causal=False, int window_left=-1, int window_right=-1, bool upper_left=False, " \
   "float softcap=0, float dropout_p=0, Tensor? dropout_seed=None, Tensor? alibi_slopes=None, "               \
   "Tensor? mask=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, "         \
   "SymInt max_seqlen_k=0, Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? leftpad_q=None, "          \
-  "Tensor? leftpad_k=None, bool deterministic=False"
+  "Tensor? leftpad_k=None, bool deterministic=False, Tensor? block_kinds=None, "                             \
+  "Tensor? block_patterns=None, Tensor? key_lists=None, Tensor? query_lists=None"
 
 STABLE_TORCH_LIBRARY(flash_attn, m) {
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, " FLASH_ATTN_OPTIONS

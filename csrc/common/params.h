@@ -73,6 +73,20 @@ struct Bias : Broadcast {
 
 struct Mask : Broadcast {};  // bytes, nonzero = may attend
 
+// Blocks of rows × keys that are visited: block_mask.h reads it. Tensors are contiguous: planes of heads, and where the
+// mask is the same for all batches or heads, their number of planes is 0.
+struct BlockMask {
+  const int32_t* kinds = nullptr;        // [plane][row block][key block]
+  const uint8_t* patterns = nullptr;     // [pattern][row][key], nonzero = visible
+  const int32_t* key_lists = nullptr;    // [plane][row block][1 + k_blocks]: how many key blocks it visits, and which
+  const int32_t* query_lists = nullptr;  // [plane][key block][1 + q_blocks]: the same the other way around
+  int64_t rows = 1, keys = 1;            // of a block
+  int64_t q_blocks = 0, k_blocks = 0;
+  int64_t batch_planes = 0, head_planes = 0;
+
+  FLASH_HOST_DEVICE bool given() const { return kinds != nullptr; }
+};
+
 struct Score {
   double scale = 1.0;
   double softcap = 0.0;                // 0 = off
@@ -110,6 +124,7 @@ struct AttentionParams {
   Window window;
   Bias bias;
   Mask mask;
+  BlockMask block_mask;
   const void* sink = nullptr;  // (heads,): fp64 for fp64 inputs, else fp32
   Dropout dropout;
 

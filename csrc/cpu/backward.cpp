@@ -161,8 +161,7 @@ class MainPass {
     [[maybe_unused]] const typename Arithmetic::ThreadState state;
     for (int64_t t = first_tile; t < end_tile; ++t) {
       const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + t / unit.query_blocks);
-      const Range rows = rows_of_tile(unit, t);
-      const Range seen = intersect(keys, head.visibility.keys_of_any(rows));
+      const Range rows = rows_of_tile(unit, t), seen = keys_of_tile(head, rows, keys);
       const int64_t slot = slot_row * slots_per_chunk_ + t % kPhaseTiles;
       written[slot] = !seen.empty();
       if (!seen.empty()) run_tile(head, rows, keys, seen, buffers, dk, dv, slots.piece(wants_dq() ? slot : 0));
@@ -173,25 +172,32 @@ class MainPass {
     }
   }
 
+  // From the first key of `among` that some row of a query tile sees to the last.
+  static Range keys_of_tile(const HeadContext<Real>& head, Range rows, Range among) {
+    Range seen = intersect(among, head.visibility.keys_of_any(rows));
+    if (!seen.empty()) seen.begin = head.blocks.next_key(rows, seen.begin);
+    return seen;
+  }
+
   Range rows_of_tile(const KeyHead& unit, int64_t t) const {
     const int64_t block = t % unit.query_blocks;
     return intersect({block * size_.rows, (block + 1) * size_.rows}, {0, unit.sequence->q.length});
   }
 
-  // Packs the keys of a chunk that some row of the query tiles sees; no other is read.
+  // Packs the tiles of a chunk's keys that some row of the query tiles sees; other keys are not read.
   void pack_keys(const KeyHead& unit, Range chunk, int64_t first_tile, int64_t end_tile,
                  const WorkerBuffers& buffers) const {
     const Rows& k = unit.sequence->k;
-    const Visibility visibility = make_visibility(p_.window, unit.sequence->q.length, k.length);
-    Range seen{};
-    for (int64_t t = first_tile; t < end_tile; ++t) {
-      const Range by_tile = intersect(chunk, visibility.keys_of_any(rows_of_tile(unit, t)));
-      if (!by_tile.empty())
-        seen = seen.empty() ? by_tile : Range{std::min(seen.begin, by_tile.begin), std::max(seen.end, by_tile.end)};
-    }
     for (int64_t n = 0; chunk.begin + n * size_.keys < chunk.end; ++n) {
       const int64_t first = chunk.begin + n * size_.keys, row = k.first() + first;
-      const Range in_tile = intersect({first, first + size_.keys}, seen);
+      Range in_tile{};
+      for (int64_t t = first_tile; t < end_tile && in_tile.size() < size_.keys; ++t) {
+        const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + t / unit.query_blocks);
+        const Range seen = keys_of_tile(head, rows_of_tile(unit, t), intersect(chunk, {first, first + size_.keys}));
+        if (!seen.empty())
+          in_tile =
+              in_tile.empty() ? seen : Range{std::min(in_tile.begin, seen.begin), std::max(in_tile.end, seen.end)};
+      }
       if (in_tile.empty()) continue;
       const Range readable{in_tile.begin - first, in_tile.end - first};
       const int64_t k_offset = p_.k.offset(k.batch, unit.head_k, row),
@@ -216,39 +222,40 @@ class MainPass {
       const int64_t first_key = chunk.begin + n * size_.keys;
       const Range in_tile = intersect({first_key, first_key + size_.keys}, seen);
       if (in_tile.empty()) continue;
-      const int64_t step = in_place_ ? 1 : Arithmetic::kKeyStep;
-      const Range keys{first_key + (in_tile.begin - first_key) / step * step, in_tile.end};
-      const auto keys_of = [&](const Operand& x, auto view, auto view_in_place, const Element* tile, int64_t dim) {
-        if constexpr (Arithmetic::kInPlace) {
-          const Rows& rows_k = head.sequence.k;
-          const int64_t row = rows_k.first() + keys.begin;
-          if (in_place_) return view_in_place(x, x.offset(rows_k.batch, head.head / p_.group(), row));
-        }
-        return view(tile, keys.begin - first_key, size_.keys, dim);
-      };
-      const Keys k =
-          keys_of(p_.k, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.k_rows + n * k_tile_, p_.dim);
-      const Keys v =
-          keys_of(p_.v, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.v_rows + n * v_tile_, p_.dim_v);
-      const TilePlace place{rows.begin, rows.size(), keys.begin, keys.size()};
-      tile.compute(p_, head, place, k, v);
-      const auto gradients = tile.gradients();
-      const int64_t at = (keys.begin - chunk.begin) * kLanes;
-      const Keys columns = !wants_dq() ? Keys{}
-                                       : keys_of(p_.k, Arithmetic::key_columns, Arithmetic::key_columns_in_place,
-                                                 buffers.k_columns + n * k_tile_, p_.dim);
-      tile.for_each_step(head, place, [&](const auto& step, int64_t before) {
-        const Range new_keys{before, step.keys}, their_rows{step.panel * kLanes, rows.size()};
-        if (wants_dv() && !new_keys.empty())
-          Arithmetic::outer(gradients.p, new_keys, their_rows, size_, dout_rows, p_.dim_v, dv + at, accumulator_panel);
-        if (wants_dk() && !new_keys.empty())
-          Arithmetic::outer(gradients.ds, new_keys, their_rows, size_, q_rows, p_.dim, dk + at, accumulator_panel);
-        if (wants_dq())
-          Arithmetic::combine(columns, size_, step.keys, p_.dim,
-                              gradients.ds_lanes + step.panel * size_.panel_elements(), step.panels,
-                              slot + step.panel * slot_panel, slot_panel, !first);
+      for_each_stretch(head, rows, in_tile, in_place_ ? 1 : Arithmetic::kKeyStep, [&](Range keys) {
+        const auto keys_of = [&](const Operand& x, auto view, auto view_in_place, const Element* packed, int64_t dim) {
+          if constexpr (Arithmetic::kInPlace) {
+            const Rows& rows_k = head.sequence.k;
+            const int64_t row = rows_k.first() + keys.begin;
+            if (in_place_) return view_in_place(x, x.offset(rows_k.batch, head.head / p_.group(), row));
+          }
+          return view(packed, keys.begin - first_key, size_.keys, dim);
+        };
+        const Keys k =
+            keys_of(p_.k, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.k_rows + n * k_tile_, p_.dim);
+        const Keys v =
+            keys_of(p_.v, Arithmetic::key_rows, Arithmetic::key_rows_in_place, buffers.v_rows + n * v_tile_, p_.dim_v);
+        const TilePlace place{rows.begin, rows.size(), keys.begin, keys.size()};
+        tile.compute(p_, head, place, k, v);
+        const auto gradients = tile.gradients();
+        const int64_t at = (keys.begin - chunk.begin) * kLanes;
+        const Keys columns = !wants_dq() ? Keys{}
+                                         : keys_of(p_.k, Arithmetic::key_columns, Arithmetic::key_columns_in_place,
+                                                   buffers.k_columns + n * k_tile_, p_.dim);
+        tile.for_each_step(head, place, [&](const auto& step, int64_t before) {
+          const Range new_keys{before, step.keys}, their_rows{step.panel * kLanes, rows.size()};
+          if (wants_dv() && !new_keys.empty())
+            Arithmetic::outer(gradients.p, new_keys, their_rows, size_, dout_rows, p_.dim_v, dv + at,
+                              accumulator_panel);
+          if (wants_dk() && !new_keys.empty())
+            Arithmetic::outer(gradients.ds, new_keys, their_rows, size_, q_rows, p_.dim, dk + at, accumulator_panel);
+          if (wants_dq())
+            Arithmetic::combine(columns, size_, step.keys, p_.dim,
+                                gradients.ds_lanes + step.panel * size_.panel_elements(), step.panels,
+                                slot + step.panel * slot_panel, slot_panel, !first);
+        });
+        first = false;
       });
-      first = false;
     }
   }
 

@@ -101,6 +101,7 @@ class BiasPass {
       buffers.tile.load_queries(p_, delta_, head, tile_rows);
       for (int64_t n = seen.begin; n < seen.end; n += size_.keys) {
         const Range tile_keys = intersect({n, n + size_.keys}, seen);
+        if (head.blocks.next_key(tile_rows, n) >= tile_keys.end) continue;
         const int64_t head_k = head.head / p_.group(), row = k.first() + tile_keys.begin;
         const auto pack = [&](const Operand& x, int64_t dim, Element* to) {
           Arithmetic::pack_key_rows(p_.dtype, x, x.offset(k.batch, head_k, row), {0, tile_keys.size()}, size_.keys, dim,

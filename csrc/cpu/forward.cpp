@@ -42,8 +42,10 @@ class ForwardPass {
       const Workspace<Element> packed(1, in_place_ ? 0 : tiles_ * (k_tile_ + v_tile_));
       packed_ = packed.piece(0);
       if (!in_place_) pool_.for_each(tiles_, [&](int, int64_t tile) { pack(tile); });
-      pool_.for_each(items_,
-                     [&](int worker, int64_t item) { run_item(item, Buffers(workspace.piece(worker), *this)); });
+      const std::vector<int64_t> order = longest_first();
+      pool_.for_each(items_, [&](int worker, int64_t item) {
+        run_item(order.empty() ? item : order[item], Buffers(workspace.piece(worker), *this));
+      });
     }
   }
 
@@ -56,10 +58,12 @@ class ForwardPass {
   }
 
  private:
+  static constexpr int64_t kMostRows = 256;  // of a block
+
   // A tile of keys that comes from a farther cache shall serve many rows, but no thread shall wait for a long block.
   static int64_t block_rows(const FwdParams& p, const Sequences& sequences, const ThreadPool& pool) {
     if (sequences.longest_q <= kGroupRows) return std::max(kLanes, round_up(sequences.longest_q, kLanes));
-    int64_t rows = 256;
+    int64_t rows = kMostRows;
     const auto items = [&] {
       int64_t blocks = 0;
       for (const Sequence& s : sequences.all) blocks += divide_up(s.q.length, rows);
@@ -141,12 +145,40 @@ class ForwardPass {
                                  p_.dim_v, to + k_tile_);
   }
 
-  // Under a causal mask the last rows have the most work: longest first.
-  void run_item(int64_t item, const Buffers& buffers) const {
+  // One head's block of rows. Under a causal mask the last rows have the most work: longest first.
+  struct Item {
+    const Unit& unit;
+    int64_t head;
+    Range rows;
+  };
+  Item item_of(int64_t item) const {
     const Unit& unit = unit_of(units_, &Unit::first_item, item);
     const int64_t index = item - unit.first_item, block = unit.blocks - 1 - index / p_.group();
-    const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + index % p_.group());
-    const Range rows = intersect({block * size_.rows, (block + 1) * size_.rows}, {0, head.sequence.q.length});
+    return {unit, unit.head_k * p_.group() + index % p_.group(),
+            intersect({block * size_.rows, (block + 1) * size_.rows}, {0, unit.sequence->q.length})};
+  }
+
+  // Under a block mask: those that visit most blocks first. Empty: in their own order.
+  std::vector<int64_t> longest_first() const {
+    if (!p_.block_mask.given() || pool_.threads == 1) return {};
+    std::vector<std::pair<int64_t, int64_t>> work;
+    for (int64_t i = 0; i < items_; ++i) {
+      const Item item = item_of(i);
+      const HeadBlocks blocks = head_blocks(p_, *item.unit.sequence, item.head);
+      int64_t visited = 0;
+      for (int64_t m = blocks.rows.block_of(item.rows.begin); m <= blocks.rows.block_of(item.rows.end - 1); ++m)
+        visited += blocks.key_lists[m * (1 + blocks.keys.blocks)];
+      work.emplace_back(-visited, i);
+    }
+    std::sort(work.begin(), work.end());
+    std::vector<int64_t> order;
+    for (const auto& [visited, item] : work) order.push_back(item);
+    return order;
+  }
+
+  void run_item(int64_t index, const Buffers& buffers) const {
+    const auto [unit, head_index, rows] = item_of(index);
+    const HeadContext<Real> head(p_, *unit.sequence, head_index);
     [[maybe_unused]] const typename Arithmetic::ThreadState state;
     accumulate(unit, head, rows, buffers);
     finish(head, rows, buffers);
@@ -162,42 +194,55 @@ class ForwardPass {
     std::fill(buffers.row_sum, buffers.row_sum + panels * kLanes, Real(0));
 
     std::fill(buffers.out_lanes, buffers.out_lanes + panels * out_panel, Real(0));
-    const Range seen = head.visibility.keys_of_any(rows);
-    for (int64_t n = seen.empty() ? 0 : seen.begin / size_.keys; n * size_.keys < seen.end; ++n)
+    bool started[kMostRows / kGroupRows] = {};  // of a group: whether there is anything in O^T
+    for (Range seen = head.visibility.keys_of_any(rows); !seen.empty();) {
+      seen.begin = head.blocks.next_key(rows, seen.begin);
+      if (seen.empty()) break;
+      const int64_t n = seen.begin / size_.keys;
       for (int64_t panel = 0; panel < panels; panel += kGroupPanels) {
         const int64_t first = rows.begin + panel * kLanes;
-        attend_tile(unit, head, {first, std::min(first + kGroupRows, rows.end)}, n, buffers.of_group(panel, p_));
+        attend_tile(unit, head, {first, std::min(first + kGroupRows, rows.end)}, n, started[panel / kGroupPanels],
+                    buffers.of_group(panel, p_));
       }
+      seen.begin = (n + 1) * size_.keys;
+    }
   }
 
   // Adds what tile n of the keys gives to a group of rows.
-  void attend_tile(const Unit& unit, const HeadContext<Real>& head, Range rows, int64_t n,
+  void attend_tile(const Unit& unit, const HeadContext<Real>& head, Range rows, int64_t n, bool& started,
                    const Buffers& buffers) const {
     // Only keys that some row sees take part, but for what rounds them up to a step.
     const Range seen = head.visibility.keys_of_any(rows);
     const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
     if (in_tile.empty()) return;
     const int64_t step = in_place_ ? 1 : Arithmetic::kKeyStep;
-    const Range keys{in_tile.begin / step * step, in_tile.end};
-    bool is_first = n == seen.begin / size_.keys;
-    for_each_part(keys, head.visibility.keys_of_all(rows), [&](Range part, bool is_clean) {
-      attend(unit, head, {rows.begin, rows.size(), part.begin, part.size()}, n, is_clean,
-             std::exchange(is_first, false), buffers);
+    for_each_stretch(head, rows, in_tile, step, [&](Range keys) {
+      for_each_part(head, rows, keys, [&](Range part, bool is_clean) {
+        attend(unit, head, {rows.begin, rows.size(), part.begin, part.size()}, n, is_clean,
+               !std::exchange(started, true), buffers);
+      });
     });
   }
 
   // Cuts the keys of a tile into what can be done in one way: in whole steps, and clean, which means that every row
   // sees every key and that nothing changes the logits.
   template <class Use>
-  void for_each_part(Range keys, Range by_all, const Use& use) const {
+  void for_each_part(const HeadContext<Real>& head, Range rows, Range keys, const Use& use) const {
     if (!Arithmetic::kFused) return use(keys, false);
     const Real scale = Arithmetic::score_scale(p_);
     const bool is_plain = !changes_logits(p_) && !p_.mask.given() && scale_left(p_, scale) == scale;
-    const Range steps = whole_steps(is_plain ? intersect(keys, by_all) : keys);
-    if (steps.empty()) return use(keys, false);
-    if (keys.begin < steps.begin) use({keys.begin, steps.begin}, false);
-    use(steps, is_plain);
-    if (steps.end < keys.end) use({steps.end, keys.end}, false);
+    Range left = is_plain ? intersect(keys, head.visibility.keys_of_all(rows)) : keys;
+    while (!left.empty()) {
+      const Range same = is_plain ? head.blocks.full_keys(rows, left) : left;
+      const Range steps = whole_steps(same);
+      if (same.empty()) break;
+      left.begin = same.end;
+      if (steps.empty()) continue;
+      if (keys.begin < steps.begin) use({keys.begin, steps.begin}, false);
+      use(steps, is_plain);
+      keys.begin = steps.end;
+    }
+    if (!keys.empty()) use(keys, false);
   }
 
   static Range whole_steps(Range keys) {

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "common/block_mask.h"
 #include "common/dropout.h"
 #include "common/score.h"
 #include "common/sequence.h"
@@ -19,6 +20,7 @@ struct HeadContext {
   Sequence sequence;
   int64_t head = 0;
   Visibility visibility;
+  HeadBlocks blocks;
   Real alibi_slope = 0;
   DropoutStream dropout{};
 
@@ -26,6 +28,7 @@ struct HeadContext {
       : sequence(s),
         head(h),
         visibility(make_visibility(p.window, s.q.length, s.k.length)),
+        blocks(head_blocks(p, s, h)),
         alibi_slope(flash::alibi_slope<Real>(p.score, s.index, h)) {
     if (p.dropout.given()) dropout = dropout_stream(p.dropout.seed, s.index, h);
   }
@@ -44,6 +47,21 @@ struct TilePlace {
     return {first_row + before, std::clamp<int64_t>(rows - before, 0, kLanes), first_key, keys};
   }
 };
+
+// Calls use(stretch) with the stretches of `keys` that some of the rows visits, in their order; each begins at a multiple
+// of `step`, and keys that come in by that are hidden like others.
+template <class Real, class Use>
+void for_each_stretch(const HeadContext<Real>& head, Range rows, Range keys, int64_t step, const Use& use) {
+  Range next = head.blocks.visited_keys(rows, keys);
+  while (!next.empty()) {
+    Range stretch{next.begin / step * step, next.end};
+    next = head.blocks.visited_keys(rows, {stretch.end, keys.end});
+    for (; !next.empty() && next.begin / step * step < stretch.end;
+         next = head.blocks.visited_keys(rows, {stretch.end, keys.end}))
+      stretch.end = next.end;
+    use(stretch);
+  }
+}
 
 // s = scale · s + alibi.
 template <class Real>
@@ -131,6 +149,21 @@ void hide_keys(const Visibility& visibility, const TilePlace& panel, Real* score
   micro_kernels<Real>().hide_outside(bounds, all_end, panel.keys, scores);
 }
 
+// s = -inf where the block mask hides the key.
+template <class Real>
+void hide_blocks(const HeadBlocks& blocks, const TilePlace& panel, Real* scores) {
+  blocks.for_each_block(panel.row_range(), panel.key_range(), [&](int32_t kind, Range rows, Range keys) {
+    if (kind == kFullBlock) return;
+    for (int64_t i = rows.begin; i < rows.end; ++i) {
+      const uint8_t* visible = kind == kHiddenBlock ? nullptr : blocks.pattern_row(kind, i);
+      Real* s = scores + (keys.begin - panel.first_key) * kLanes + i - panel.first_row;
+      int64_t of_block = (keys.begin + blocks.keys.leftpad) % blocks.keys.size;
+      for (int64_t j = keys.begin; j < keys.end; ++j, ++of_block, s += kLanes)
+        if (visible == nullptr || visible[of_block] == 0) *s = -INFINITY;
+    }
+  });
+}
+
 template <class Real>
 void scale_panel(Real scale, int64_t keys, Real* scores) {
   for (int64_t i = 0; i < keys * kLanes; ++i) scores[i] *= scale;
@@ -164,6 +197,7 @@ Real adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, cons
   if (p.bias.given()) add_bias(p, head, panel, std::exchange(scale, left), scores);
   if (scale != left) scale_panel(scale, panel.keys, scores);
   if (p.mask.given()) apply_mask(p, head, panel, scores);
+  if (head.blocks.given()) hide_blocks(head.blocks, panel, scores);
   hide_keys(head.visibility, panel, scores);
   return left;
 }

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/block_mask.h"
 #include "common/dropout.h"
 #include "common/score.h"
 #include "common/sequence.h"
@@ -329,8 +330,89 @@ static void test_fragments() {
   }
 }
 
+// ---- Block masks: stretches of keys against every row and key ----
+
+static void test_block_mask() {
+  uint64_t state = 1;
+  const auto draw = [&](uint64_t below) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<int32_t>((state >> 33) % below);
+  };
+  for (int round = 0; round < 60; ++round) {
+    const int64_t rows = 16 * (1 + draw(3)), keys = 16 * (1 + draw(3)), q_blocks = 1 + draw(4), k_blocks = 1 + draw(6);
+    std::vector<int32_t> kinds(q_blocks * k_blocks), key_lists, query_lists;
+    for (int32_t& kind : kinds) kind = draw(4);
+    std::vector<uint8_t> patterns(2 * rows * keys);
+    for (uint8_t& element : patterns) element = static_cast<uint8_t>(draw(2));
+    const auto list = [](std::vector<int32_t>& lists, int64_t own, int64_t other, const auto& visits) {
+      for (int64_t a = 0; a < own; ++a) {
+        const size_t count = lists.size();
+        lists.resize(count + 1 + other);
+        for (int64_t b = 0; b < other; ++b)
+          if (visits(a, b)) lists[count + ++lists[count]] = static_cast<int32_t>(b);
+      }
+    };
+    const auto kind = [&](int64_t m, int64_t n) { return kinds[m * k_blocks + n]; };
+    list(key_lists, q_blocks, k_blocks, [&](int64_t m, int64_t n) { return kind(m, n) != kHiddenBlock; });
+    list(query_lists, k_blocks, q_blocks, [&](int64_t n, int64_t m) { return kind(m, n) != kHiddenBlock; });
+
+    AttentionParams p;
+    p.block_mask = {kinds.data(), patterns.data(), key_lists.data(), query_lists.data(), rows,
+                    keys,         q_blocks,        k_blocks};
+    Sequence s;
+    s.q.leftpad = draw(rows);
+    s.k.leftpad = draw(keys);
+    s.q.length = larger(1, q_blocks * rows - s.q.leftpad - draw(8));
+    s.k.length = larger(1, k_blocks * keys - s.k.leftpad - draw(8));
+    const HeadBlocks blocks = head_blocks(p, s, 0);
+    const auto kind_of = [&](int64_t i, int64_t j) { return kind((i + s.q.leftpad) / rows, (j + s.k.leftpad) / keys); };
+    for (int tile = 0; tile < 20; ++tile) {
+      const int64_t first = draw(s.q.length), first_key = draw(s.k.length);
+      const Range some_rows{first, smaller(s.q.length, first + 1 + draw(40))};
+      const Range some_keys{first_key, smaller(s.k.length, first_key + 1 + draw(90))};
+      const auto visited = [&](int64_t j) {
+        for (int64_t i = some_rows.begin; i < some_rows.end; ++i)
+          if (kind_of(i, j) != kHiddenBlock) return true;
+        return false;
+      };
+      const auto full = [&](int64_t j) {
+        for (int64_t i = some_rows.begin; i < some_rows.end; ++i)
+          if (kind_of(i, j) != kFullBlock) return false;
+        return true;
+      };
+      const auto first_stretch = [&](const auto& belongs) {
+        Range r{some_keys.begin, some_keys.begin};
+        while (r.begin < some_keys.end && !belongs(r.begin)) ++r.begin;
+        for (r.end = r.begin; r.end < some_keys.end && belongs(r.end);) ++r.end;
+        return r;
+      };
+      const auto same = [](Range a, Range b) {
+        return (a.empty() && b.empty()) || (a.begin == b.begin && a.end == b.end);
+      };
+      EXPECT(same(blocks.visited_keys(some_rows, some_keys), first_stretch(visited)));
+      EXPECT(same(blocks.full_keys(some_rows, some_keys), first_stretch(full)));
+      int64_t next_row = first;
+      const auto row_visits = [&](int64_t i) {
+        for (int64_t j = some_keys.begin; j < some_keys.end; ++j)
+          if (kind_of(i, j) != kHiddenBlock) return true;
+        return false;
+      };
+      while (next_row < s.q.length && !row_visits(next_row)) ++next_row;
+      const int64_t got = blocks.next_row(some_keys, first);
+      EXPECT(next_row < s.q.length ? got == next_row : got >= s.q.length);
+      for (int64_t i = some_rows.begin; i < some_rows.end; ++i) {
+        const int64_t j = some_keys.begin, k = kind_of(i, j);
+        const int64_t element = ((k - 2) * rows + (i + s.q.leftpad) % rows) * keys + (j + s.k.leftpad) % keys;
+        EXPECT(blocks.sees(i, j) == (k == kFullBlock || (k >= kFirstPattern && patterns[element] != 0)));
+      }
+    }
+  }
+  EXPECT(HeadBlocks{}.visited_keys({0, 1}, {3, 9}).begin == 3 && HeadBlocks{}.sees(0, 0));
+}
+
 int main() {
   test_visibility();
+  test_block_mask();
   test_sequence();
   test_score();
   test_statistics<double>(1e-12);

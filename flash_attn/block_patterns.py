@@ -1,0 +1,91 @@
+"""The patterns behind `BlockMask`'s builders, as bool tensors of blocks, and what a block's kind makes visible."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Grid(NamedTuple):
+    """The blocks of a mask; its last rows and columns may be cut off by the lengths."""
+
+    seqlen_q: int
+    seqlen_k: int
+    rows: int  # of a block
+    keys: int
+    device: torch.device | str | None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return -(-self.seqlen_q // self.rows), -(-self.seqlen_k // self.keys)
+
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Of the query blocks, (m, 1), and of the key blocks, (n,)."""
+        m, n = (torch.arange(count, device=self.device) for count in self.size)
+        return m[:, None], n
+
+
+def visible_elements(kinds: Tensor, patterns: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Which elements are visible: bool like `kinds`, which holds the kind of each element's block.
+
+    rows, columns: the elements' places, (rows, 1) and (columns,): whole rows and columns of the mask.
+    """
+    visible = kinds == 1
+    if patterns.shape[0] == 0:
+        return visible
+    _, block_rows, block_keys = patterns.shape
+    return visible | ((kinds >= 2) & patterns[(kinds - 2).clamp(min=0).long(), rows % block_rows, columns % block_keys])
+
+
+def local(grid: Grid, window: tuple[int, int]) -> Tensor:
+    m, n = grid.numbers()
+    diagonal = grid.seqlen_k - grid.seqlen_q
+    first_row, first_key = m * grid.rows + diagonal, n * grid.keys
+    last_row = (first_row + grid.rows - 1).clamp(max=grid.seqlen_q - 1 + diagonal)
+    last_key = (first_key + grid.keys - 1).clamp(max=grid.seqlen_k - 1)
+    left, right = window
+    blocks = torch.ones(grid.size, dtype=torch.bool, device=grid.device)
+    if left >= 0:
+        blocks = blocks & (last_key >= first_row - left)
+    return blocks & (first_key <= last_row + right) if right >= 0 else blocks
+
+
+def strided(grid: Grid, window: tuple[int, int], stride: int) -> Tensor:
+    return local(grid, window) | (grid.numbers()[1] % stride == stride - 1)
+
+
+def longformer(grid: Grid, window: tuple[int, int], global_tokens: int) -> Tensor:
+    m, n = grid.numbers()
+    return local(grid, window) | (m * grid.rows < global_tokens) | (n * grid.keys < global_tokens)
+
+
+def bigbird(grid: Grid, window_blocks: int, global_blocks: int, random_blocks: int, heads: int, seed: int) -> Tensor:
+    """(heads, m, n). Drawn on the CPU, so that a seed means the same mask on every device."""
+    rows, columns = grid.size
+    m, n = torch.arange(rows)[:, None], torch.arange(columns)
+    centre = m * columns // max(1, rows)
+    fixed = ((n - centre).abs() <= (window_blocks - 1) // 2) & (window_blocks > 0)
+    fixed = fixed | (m < global_blocks) | (n < global_blocks)
+    scores = torch.rand(heads, rows, columns, generator=torch.Generator().manual_seed(seed)).masked_fill(fixed, -1)
+    chosen = scores.argsort(-1, descending=True)[..., :random_blocks]
+    blocks = fixed.expand(heads, rows, columns).scatter(-1, chosen, True)
+    return blocks.to(grid.device) if grid.device is not None else blocks
+
+
+def butterfly(grid: Grid, max_stride: int | None) -> Tensor:
+    """i XOR j has at most one bit, and that is below max_stride; a shorter axis gathers the blocks it stands for."""
+    rows, columns = grid.size
+    n = max(rows, columns)
+    i = torch.arange(n, device=grid.device)
+    differ = i[:, None] ^ i
+    blocks = (differ & (differ - 1)) == 0
+    if max_stride is not None:
+        blocks = blocks & (differ <= max_stride // 2)
+    for axis, size in enumerate((rows, columns)):
+        if size < n:
+            gathered = torch.zeros(size, n, dtype=torch.int32, device=grid.device)
+            along = gathered.index_add(0, i * size // n, (blocks if axis == 0 else blocks.mT).int()) > 0
+            blocks = along if axis == 0 else along.mT
+    return blocks
