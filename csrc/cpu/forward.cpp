@@ -30,7 +30,8 @@ class ForwardPass {
       : p_(p),
         sequences_(p),
         pool_(pool_for(given, score_elements(p, sequences_) * static_cast<double>(p.dim + p.dim_v))),
-        size_{block_rows(p, sequences_, pool_), Arithmetic::forward_keys(sequences_.longest_k)},
+        size_{block_rows(p, sequences_, pool_), fit_blocks<Arithmetic>(Arithmetic::forward_keys(sequences_.longest_k),
+                                                                       sequences_.longest_k, p.block_mask)},
         in_place_(Arithmetic::kInPlace && p.dtype == kNative<Real> && sequences_.longest_q <= kGroupRows),
         k_tile_(Arithmetic::key_elements(size_.keys, p.dim)),
         v_tile_(Arithmetic::key_elements(size_.keys, p.dim_v)) {}
@@ -216,7 +217,7 @@ class ForwardPass {
     const Range in_tile = intersect({n * size_.keys, (n + 1) * size_.keys}, seen);
     if (in_tile.empty()) return;
     const int64_t step = in_place_ ? 1 : Arithmetic::kKeyStep;
-    for_each_stretch(head, rows, in_tile, step, [&](Range keys) {
+    for_each_stretch(head, rows, in_tile, n * size_.keys, step, [&](Range keys) {
       for_each_part(head, rows, keys, [&](Range part, bool is_clean) {
         attend(unit, head, {rows.begin, rows.size(), part.begin, part.size()}, n, is_clean,
                !std::exchange(started, true), buffers);

@@ -16,6 +16,17 @@ struct TileSize {
   int64_t panel_elements() const { return keys * kLanes; }
 };
 
+// The keys of a tile, `keys` or less, so that it holds whole blocks of the mask or is a whole part of one: a block that is
+// cut by the end of a tile takes two products instead of one.
+template <class Arithmetic>
+int64_t fit_blocks(int64_t keys, int64_t longest_k, const BlockMask& mask) {
+  if (!mask.given() || keys >= longest_k) return keys;
+  int64_t parts = divide_up(mask.keys, keys);
+  while (mask.keys % parts != 0) ++parts;
+  const int64_t part = mask.keys / parts, fitted = keys / part * part;
+  return fitted % Arithmetic::kTileStep == 0 ? fitted : keys;
+}
+
 // One key/value head of one sequence, and its place in a wave.
 struct Unit {
   const Sequence* sequence;

@@ -48,15 +48,17 @@ struct TilePlace {
   }
 };
 
-// Calls use(stretch) with the stretches of `keys` that some of the rows visits, in their order; each begins at a multiple
-// of `step`, and keys that come in by that are hidden like others.
+// Calls use(stretch) with the stretches of `keys` that some of the rows visits, in their order; each begins some times
+// `step` behind the first key of the tile, and keys that come in by that are hidden like others.
 template <class Real, class Use>
-void for_each_stretch(const HeadContext<Real>& head, Range rows, Range keys, int64_t step, const Use& use) {
+void for_each_stretch(const HeadContext<Real>& head, Range rows, Range keys, int64_t first_key, int64_t step,
+                      const Use& use) {
+  const auto at_step = [=](int64_t key) { return first_key + (key - first_key) / step * step; };
   Range next = head.blocks.visited_keys(rows, keys);
   while (!next.empty()) {
-    Range stretch{next.begin / step * step, next.end};
+    Range stretch{at_step(next.begin), next.end};
     next = head.blocks.visited_keys(rows, {stretch.end, keys.end});
-    for (; !next.empty() && next.begin / step * step < stretch.end;
+    for (; !next.empty() && at_step(next.begin) < stretch.end;
          next = head.blocks.visited_keys(rows, {stretch.end, keys.end}))
       stretch.end = next.end;
     use(stretch);
