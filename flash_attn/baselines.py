@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flash_attn import checks, dispatch, reference
+from flash_attn.block_mask import BlockMask, lists_of
 
 
 def standard_attention(
@@ -22,6 +23,7 @@ def standard_attention(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -56,6 +58,7 @@ def standard_attention(
         leftpad_q=leftpad_q,
         leftpad_k=leftpad_k,
         dropout_seed=dropout_seed,
+        blocks=lists_of(block_mask),
     )
     out, lse = reference.standard_forward(q, k, v, bias, sink, checks.draw_seed(problem, q))
     return (out, lse) if return_lse else out
@@ -75,6 +78,7 @@ def tiled_attention(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
@@ -103,7 +107,7 @@ def tiled_attention(
         return_attn_probs=False,
         bias=bias,
         mask=mask,
-        block_mask=None,
+        block_mask=block_mask,
         learnable_sink=learnable_sink,
         seqused_q=seqused_q,
         seqused_k=seqused_k,

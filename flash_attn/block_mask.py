@@ -409,6 +409,18 @@ class BlockMask:
         )
 
 
+def lists_of(block_mask: object | None) -> BlockLists | None:
+    """What a call takes of its block mask."""
+    if block_mask is None:
+        return None
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"block_mask must be a flash_attn.BlockMask; got {type(block_mask).__name__}: BlockMask(blocks, seqlen_q, "
+            "seqlen_k) and BlockMask.from_dense make one of a bool tensor, BlockMask.from_flex one of FlexAttention's"
+        )
+    return block_mask.lists
+
+
 def _block_size(block_size: Sequence[int] | int) -> tuple[int, int]:
     rule = "must be (rows, keys), each a positive multiple of 16"
     try:

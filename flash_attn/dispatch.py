@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flash_attn import _ops, autograd, checks
-from flash_attn.block_mask import BlockMask
-from flash_attn.problem import BlockLists, Problem
+from flash_attn.block_mask import BlockMask, lists_of
+from flash_attn.problem import Problem
 from flash_attn.softmax_dmask import softmax_dmask
 
 # How calls without optional tensors were served that passed the checks before: over a few tokens, checking them again
@@ -23,18 +23,6 @@ _NUMBERS = frozenset((float, int, bool, str, type(None)))
 def refuse(name: str, value: object | None, why: str) -> None:
     if value is not None:
         raise NotImplementedError(f"{name}: {why}")
-
-
-def lists_of(block_mask: object | None) -> BlockLists | None:
-    """What a call takes of its block mask."""
-    if block_mask is None:
-        return None
-    if not isinstance(block_mask, BlockMask):
-        raise TypeError(
-            f"block_mask must be a flash_attn.BlockMask; got {type(block_mask).__name__}: BlockMask(blocks, seqlen_q, "
-            "seqlen_k) and BlockMask.from_dense make one of a bool tensor, BlockMask.from_flex one of FlexAttention's"
-        )
-    return block_mask.lists
 
 
 def choose_backend(backend: str, q: Tensor, dim_v: int, problem: Problem, bias: Tensor | None) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _ops, checks, dispatch, reference
+from flash_attn.block_mask import BlockMask, lists_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def explain(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     learnable_sink: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -97,6 +99,7 @@ def explain(
         seqused_k=seqused_k,
         leftpad_q=leftpad_q,
         leftpad_k=leftpad_k,
+        blocks=lists_of(block_mask),
     )
     chosen, refusals = None, {}
     for name in ("cpu", "mma_sync", "wgmma", "reference"):

@@ -9,7 +9,7 @@ from flash_attn.bert_padding import pad_input, unpad_input
 from flash_attn.interface import flash_attn_qkvpacked_func, flash_attn_varlen_qkvpacked_func
 
 
-def _refuse_weights(need_weights: bool) -> None:
+def refuse_weights(need_weights: bool) -> None:
     if need_weights:
         raise NotImplementedError(
             "need_weights=True: the attention weights are never formed; flash_attn.attention_probs rebuilds those of a "
@@ -50,7 +50,7 @@ class FlashAttention(nn.Module):
 
         out: (batch, seqlen, heads, dim) or (total, heads, dim).
         """
-        _refuse_weights(need_weights)
+        refuse_weights(need_weights)
         options = (self.dropout_p if self.training else 0.0, self.softmax_scale, causal)
         if (cu_seqlens is None) != (max_s is None):
             raise ValueError(f"max_s must be given with cu_seqlens and only then; got {max_s}")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flash_attn import checks, dispatch
 from flash_attn.autograd import BACKENDS
+from flash_attn.block_mask import BlockMask, lists_of
 from flash_attn.interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -345,6 +346,24 @@ def flash_attn_unpadded_func(
         (batch, heads, max_seqlen_q rounded up to 16), -inf behind each sequence; S_dmask, also without dropout, in the
         convention of 2.x (`softmax_dmask`), N x N.
     """
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return unpadded_attention(q, k, v, lengths, dropout_p, softmax_scale, causal, return_attn_probs, deterministic)
+
+
+def unpadded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[Tensor, Tensor, int, int],
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    return_attn_probs: bool,
+    deterministic: bool,
+    block_mask: BlockMask | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_unpadded_func` with a block mask; lengths: its arguments from cu_seqlens_q to max_seqlen_k."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
     if return_attn_probs:
         _, _, problem = checks.attention(
             q,
@@ -358,6 +377,7 @@ def flash_attn_unpadded_func(
             max_seqlen_q=max_seqlen_q,
             max_seqlen_k=max_seqlen_k,
             upper_left=True,
+            blocks=lists_of(block_mask),
         )
         problem = checks.draw_seed(problem, q)
     out, lse = dispatch.attention(
@@ -378,7 +398,7 @@ def flash_attn_unpadded_func(
         return_attn_probs=False,
         bias=None,
         mask=None,
-        block_mask=None,
+        block_mask=block_mask,
         learnable_sink=None,
         seqused_q=None,
         seqused_k=None,

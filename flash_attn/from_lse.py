@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import checks, reference
+from flash_attn.block_mask import BlockMask, lists_of
 from flash_attn.problem import compute_dtype
 
 
@@ -72,6 +73,7 @@ def attention_probs(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
     leftpad_q: Tensor | None = None,
@@ -84,7 +86,7 @@ def attention_probs(
         k: (batch, seqlen_k, heads_k, dim) in q_rows' dtype; query head h uses KV head h // (heads / heads_k).
         lse: (batch, heads, n_rows) of these rows, e.g. `lse[:, :, rows]`; fp32 or fp64.
         rows: (n_rows,) integers, where q_rows stood in q; None: q_rows is all of q. seqlen_q: q's length then.
-        The rest as given to the attention call, bias and mask whole. lse holds a sink; dropout is not applied.
+        The rest as given to the attention call, bias and masks whole. lse holds a sink; dropout is not applied.
 
     Returns P (batch, heads, n_rows, seqlen_k), fp32 (fp64 for fp64): 0 for hidden keys and in rows that see nothing.
         Rows sum to 1 (less with a sink) up to the rounding of lse. Differentiable in q_rows, k, lse and bias.
@@ -119,6 +121,7 @@ def attention_probs(
         seqused_k=seqused_k,
         leftpad_q=leftpad_q,
         leftpad_k=leftpad_k,
+        blocks=lists_of(block_mask),
     )
     checks.require_tensor("lse", lse)
     shape = (q_rows.shape[0], q_rows.shape[2], n_rows)

@@ -49,8 +49,8 @@ SIGNATURES = {
     "merge_attention": "outs, lses",
     "attention_probs": (
         "q_rows, k, lse, *, rows=None, seqlen_q=None, softmax_scale=None, causal=False, window_size=(-1, -1), "
-        "softcap=0.0, alibi_slopes=None, bias=None, mask=None, seqused_q=None, seqused_k=None, leftpad_q=None, "
-        "leftpad_k=None"
+        "softcap=0.0, alibi_slopes=None, bias=None, mask=None, block_mask=None, seqused_q=None, seqused_k=None, "
+        "leftpad_q=None, leftpad_k=None"
     ),
     "dropout_mask": "seed, dropout_p, batch, heads, seqlen_q, seqlen_k",
     "is_available": "backend='cpu'",
@@ -75,7 +75,7 @@ def test_signatures_of_the_plain_ones(name):
     parameters = inspect.signature(getattr(flash_attn, name)).parameters
     got = {n: (p.kind, p.default) for n, p in parameters.items()}
     want = {n: (p.kind, p.default) for n, p in inspect.signature(flash_attn.flash_attn_func).parameters.items()}
-    for absent in ("backend", "block_mask", "return_attn_probs", "deterministic"):
+    for absent in ("backend", "return_attn_probs", "deterministic"):
         del want[absent]
     if name == "tiled_attention":
         assert got.pop("deterministic")[1] is False

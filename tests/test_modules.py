@@ -382,10 +382,10 @@ SIGNATURES = {
     "get_alibi_slopes": "nheads",
     "FlashSelfAttention": f"{ATTENTION}, window_size=(-1, -1), alibi_slopes=None, deterministic=False",
     "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None, *, key_padding_mask=None, "
-    "num_heads_q=None",
+    "num_heads_q=None, block_mask=None",
     "FlashCrossAttention": f"{ATTENTION}, alibi_slopes=None, window_size=(-1, -1), deterministic=False",
     "FlashCrossAttention.forward": "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, "
-    "max_seqlen_k=None, *, key_padding_mask=None",
+    "max_seqlen_k=None, *, key_padding_mask=None, block_mask=None",
     "SelfAttention": f"{ATTENTION}, window_size=(-1, -1), alibi_slopes=None",
     "SelfAttention.forward": "self, qkv, causal=None, key_padding_mask=None, *, num_heads_q=None",
     "CrossAttention": f"{ATTENTION}, alibi_slopes=None, window_size=(-1, -1)",
@@ -396,7 +396,7 @@ SIGNATURES = {
     "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=True, return_residual=False, checkpointing=False, "
     "device=None, dtype=None",
     "MHA.forward": "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
-    "inference_params=None, *, cu_seqlens_k=None, max_seqlen_k=None",
+    "inference_params=None, *, cu_seqlens_k=None, max_seqlen_k=None, block_mask=None",
     "FlashAttention": "softmax_scale=None, attention_dropout=0.0",
     "FlashAttention.forward": "self, qkv, key_padding_mask=None, causal=False, cu_seqlens=None, max_s=None, "
     "need_weights=False",

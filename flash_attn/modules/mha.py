@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn.baselines import standard_attention
+from flash_attn.block_mask import BlockMask
 from flash_attn.interface import flash_attn_func, flash_attn_varlen_func
 from flash_attn.layers.rotary import RotaryEmbedding
 
@@ -102,6 +103,7 @@ class _InnerAttention(nn.Module):
         lengths: tuple[Tensor, Tensor, int, int] | None,
         mask: Tensor | None,
         seqused_k: Tensor | None,
+        block_mask: BlockMask | None,
     ) -> Tensor:
         options = (
             self.drop.p if self.training else 0.0,
@@ -113,8 +115,8 @@ class _InnerAttention(nn.Module):
             self.deterministic,
         )
         if lengths is not None:
-            return flash_attn_varlen_func(q, k, v, *lengths, *options)
-        return flash_attn_func(q, k, v, *options, mask=mask, seqused_k=seqused_k)
+            return flash_attn_varlen_func(q, k, v, *lengths, *options, block_mask=block_mask)
+        return flash_attn_func(q, k, v, *options, mask=mask, seqused_k=seqused_k, block_mask=block_mask)
 
     def _standard(
         self,
@@ -166,6 +168,7 @@ class FlashSelfAttention(_InnerAttention):
         *,
         key_padding_mask: Tensor | None = None,
         num_heads_q: int | None = None,
+        block_mask: BlockMask | None = None,
     ) -> Tensor:
         """out (batch, seqlen, heads, dim), or with `cu_seqlens` (total, heads, dim).
 
@@ -176,6 +179,7 @@ class FlashSelfAttention(_InnerAttention):
             cu_seqlens: (batch + 1,), with max_seqlen.
             key_padding_mask: bool (batch, seqlen), True = a real token; dense qkv only. Hides keys; queries that are
                 padding get some output.
+            block_mask: a `BlockMask`, as in `flash_attn_func`.
         """
         if (cu_seqlens is None) != (max_seqlen is None):
             raise ValueError(f"max_seqlen must be given with cu_seqlens and only then; got {max_seqlen}")
@@ -183,9 +187,11 @@ class FlashSelfAttention(_InnerAttention):
         if cu_seqlens is not None:
             if key_padding_mask is not None:
                 raise ValueError("key_padding_mask must be None where cu_seqlens says which tokens are real")
-            return self._flash(q, k, v, causal, (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), None, None)
+            return self._flash(
+                q, k, v, causal, (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen), None, None, block_mask
+            )
         mask = None if key_padding_mask is None else key_padding_mask.bool()[:, None, None, :]
-        return self._flash(q, k, v, causal, None, mask, None)
+        return self._flash(q, k, v, causal, None, mask, None, block_mask)
 
 
 class FlashCrossAttention(_InnerAttention):
@@ -213,6 +219,7 @@ class FlashCrossAttention(_InnerAttention):
         max_seqlen_k: int | None = None,
         *,
         key_padding_mask: Tensor | None = None,
+        block_mask: BlockMask | None = None,
     ) -> Tensor:
         """out (batch, seqlen_q, heads, dim), or with `cu_seqlens` (total_q, heads, dim).
 
@@ -223,6 +230,7 @@ class FlashCrossAttention(_InnerAttention):
             cu_seqlens, max_seqlen: of the queries; cu_seqlens_k, max_seqlen_k: of the keys; all or none.
             key_padding_mask: bool (batch, seqlen_k), True = a real key; dense only. Other keys do not exist: causal,
                 window and ALiBi count the real ones alone.
+            block_mask: a `BlockMask`, as in `flash_attn_func`; not where such counting moves the keys.
         """
         given = [x is not None for x in (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)]
         if any(given) != all(given):
@@ -231,10 +239,14 @@ class FlashCrossAttention(_InnerAttention):
         if cu_seqlens is not None:
             if key_padding_mask is not None:
                 raise ValueError("key_padding_mask must be None where cu_seqlens_k says which keys are real")
-            return self._flash(q, k, v, causal, (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k), None, None)
+            return self._flash(
+                q, k, v, causal, (cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k), None, None, block_mask
+            )
         matter = self._positions_matter(self.causal if causal is None else causal)
         k, v, mask, seqused_k = _hide_keys(k, v, key_padding_mask, matter)
-        return self._flash(q, k, v, causal, None, mask, seqused_k)
+        if seqused_k is not None and block_mask is not None:
+            raise NotImplementedError("block_mask with key_padding_mask and causal, window or ALiBi: keys would move")
+        return self._flash(q, k, v, causal, None, mask, seqused_k, block_mask)
 
 
 class SelfAttention(_InnerAttention):
@@ -398,6 +410,7 @@ class MHA(nn.Module):
         *,
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_k: int | None = None,
+        block_mask: BlockMask | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """out like x, or (out, x) with return_residual.
 
@@ -408,6 +421,7 @@ class MHA(nn.Module):
             cu_seqlens, max_seqlen: sequences packed without padding; needs use_flash_attn. Cross-attention has
                 cu_seqlens_k, max_seqlen_k for the keys besides.
             mixer_subset: cross-attention only: an index into the seqlen axis, the tokens of x that become queries.
+            block_mask: as in the inner modules; needs use_flash_attn.
             inference_params: must be None: decoding with a key/value cache is not built.
 
         Equivalent to, with Wqkv, `num_heads_kv=None` and no rotary embedding::
@@ -420,6 +434,11 @@ class MHA(nn.Module):
         packed = any(length is not None for length in (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k))
         if packed and not self.use_flash_attn:
             raise NotImplementedError("cu_seqlens and max_seqlen need use_flash_attn=True")
+        if block_mask is not None and not self.use_flash_attn:
+            raise NotImplementedError("block_mask needs use_flash_attn=True")
+        options = {"key_padding_mask": key_padding_mask}
+        if block_mask is not None:
+            options["block_mask"] = block_mask
         if not self.cross_attn:
             for name, value in (
                 ("x_kv", x_kv),
@@ -429,18 +448,18 @@ class MHA(nn.Module):
             ):
                 if value is not None:
                     raise ValueError(f"{name} must be None: this is self-attention (cross_attn=False)")
-            context = self._self_attention(x, key_padding_mask, cu_seqlens, max_seqlen)
+            context = self._self_attention(x, options, cu_seqlens, max_seqlen)
         else:
             if mixer_subset is not None and cu_seqlens is not None:
                 raise ValueError("mixer_subset must be None where cu_seqlens is given")
             queries = x if mixer_subset is None else x[:, mixer_subset]
             lengths = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
-            context = self._cross_attention(queries, x if x_kv is None else x_kv, key_padding_mask, lengths)
+            context = self._cross_attention(queries, x if x_kv is None else x_kv, options, lengths)
         out = self.out_proj(context.flatten(-2))
         return (out, x) if self.return_residual else out
 
     def _self_attention(
-        self, x: Tensor, key_padding_mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None
+        self, x: Tensor, options: dict[str, object], cu_seqlens: Tensor | None, max_seqlen: int | None
     ) -> Tensor:
         qkv = self.Wqkv(x).unflatten(-1, (self.num_heads + 2 * self.num_heads_kv, self.head_dim))
         if self.rotary_emb_dim > 0:
@@ -451,7 +470,7 @@ class MHA(nn.Module):
 
         def attend(qkv: Tensor) -> Tensor:
             lengths = (cu_seqlens, max_seqlen) if self.use_flash_attn else ()
-            return self.inner_attn(qkv, None, *lengths, key_padding_mask=key_padding_mask, num_heads_q=num_heads_q)
+            return self.inner_attn(qkv, None, *lengths, num_heads_q=num_heads_q, **options)
 
         return checkpoint(attend, qkv, use_reentrant=False) if self.checkpointing else attend(qkv)
 
@@ -459,15 +478,13 @@ class MHA(nn.Module):
         self,
         queries: Tensor,
         x_kv: Tensor,
-        key_padding_mask: Tensor | None,
+        options: dict[str, object],
         lengths: tuple[Tensor | None, int | None, Tensor | None, int | None],
     ) -> Tensor:
         q = self.Wq(queries).unflatten(-1, (self.num_heads, self.head_dim))
         kv = self.Wkv(x_kv).unflatten(-1, (2, self.num_heads_kv, self.head_dim))
 
         def attend(q: Tensor, kv: Tensor) -> Tensor:
-            return self.inner_cross_attn(
-                q, kv, None, *(lengths if self.use_flash_attn else ()), key_padding_mask=key_padding_mask
-            )
+            return self.inner_cross_attn(q, kv, None, *(lengths if self.use_flash_attn else ()), **options)
 
         return checkpoint(attend, q, kv, use_reentrant=False) if self.checkpointing else attend(q, kv)
