@@ -113,10 +113,13 @@ VARIANTS = ("plain", "dropout", "modified", "biased")  # Variant of csrc/common/
 
 
 @lru_cache(maxsize=1024)
-def gpu_plan(device: int, dtype: torch.dtype, dim: int, dim_v: int, variant: str, keys: int = 0) -> GpuPlan:
-    """What the library would use on CUDA device number `device` for sequences of that many keys."""
+def gpu_plan(
+    device: int, dtype: torch.dtype, dim: int, dim_v: int, variant: str, block_size: tuple[int, int], keys: int = 0
+) -> GpuPlan:
+    """What the library would use on CUDA device number `device` for sequences of that many keys. block_size: of the
+    block mask; (0, 0) without one."""
     numbers, reason = torch.ops.flash_attn.gpu_plan(
-        device, DATA_TYPES.index(dtype), dim, dim_v, VARIANTS.index(variant), keys
+        device, DATA_TYPES.index(dtype), dim, dim_v, VARIANTS.index(variant), keys, *block_size
     )
     if numbers.numel() == 0:
         return GpuPlan(bytes(reason.tolist()).decode())
@@ -129,6 +132,10 @@ def variant_of(problem: Problem, bias: Tensor | None) -> str:
     strides."""
     if bias is not None or problem.mask is not None:
         return "biased"
+    if problem.block_kinds is not None:
+        shifted = problem.leftpad_q is not None or problem.leftpad_k is not None
+        if shifted or problem.block_patterns.shape[0] > 0:
+            return "biased"
     if problem.softcap > 0 or problem.alibi_slopes is not None:
         return "modified"
     return "dropout" if problem.drops else "plain"

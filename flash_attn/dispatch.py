@@ -41,11 +41,7 @@ def choose_backend(backend: str, q: Tensor, dim_v: int, problem: Problem, bias: 
         raise NotImplementedError(f'backend="{backend}" has no kernel for {device} tensors; {otherwise}')
     if backend == "mma_sync":
         index = q.device.index if q.device.index is not None else torch.cuda.current_device()
-        if problem.block_kinds is not None:
-            raise NotImplementedError(
-                f'block_mask: backend="{backend}" does not take one yet, backend="cpu" does; {otherwise}'
-            )
-        plan = _ops.gpu_plan(index, q.dtype, q.shape[-1], dim_v, _ops.variant_of(problem, bias))
+        plan = _ops.gpu_plan(index, q.dtype, q.shape[-1], dim_v, _ops.variant_of(problem, bias), problem.block_size)
         if plan.reason:
             raise NotImplementedError(f'backend="{backend}": {plan.reason}; {otherwise}')
     return backend

@@ -136,7 +136,7 @@ def explain(
     if chosen == "mma_sync":
         index = q.device.index if q.device.index is not None else torch.cuda.current_device()
         variant = _ops.variant_of(problem, bias)
-        plan = _ops.gpu_plan(index, q.dtype, dim, dim_v, variant, problem.max_seqlen_k)
+        plan = _ops.gpu_plan(index, q.dtype, dim, dim_v, variant, problem.block_size, problem.max_seqlen_k)
         name = f"mma_sync kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}"
         # Of backward: dq in fp32, and delta; both in whole blocks of rows.
         backward = q.numel() // max(1, dim) * 4 * (plan.head_dim + 1)

@@ -81,6 +81,11 @@ class Problem(NamedTuple):
         )
 
     @property
+    def block_size(self) -> tuple[int, int]:
+        """(rows, keys) of the block mask's blocks; (0, 0) without one."""
+        return (0, 0) if self.block_patterns is None else (self.block_patterns.shape[1], self.block_patterns.shape[2])
+
+    @property
     def drops(self) -> bool:
         """Whether dropout drops anything: probabilities are multiples of 2^-16, less than half of it is none."""
         return draw_threshold(self.dropout_p) > 0

@@ -402,7 +402,7 @@ KERNELS = [Target("cuda", "mma_sync")] if torch.cuda.is_available() and flash_at
 def in_half_precision(case: Case, number: int) -> Case | None:
     """The case for a GPU kernel: fp32 and fp64 become fp16 and bf16 in turn. None: it has no kernel."""
     half = case.dtype if case.dtype in (torch.float16, torch.bfloat16) else (torch.bfloat16, torch.float16)[number % 2]
-    return None if max(case.dim, case.dim_v) > 256 or case.blocks else replace(case, dtype=half)
+    return None if max(case.dim, case.dim_v) > 256 else replace(case, dtype=half)
 
 
 def with_targets(cases: list[Case], reference_every: int = 4):

@@ -83,7 +83,7 @@ TURING += [
 def test_turing_kernels(case: Case, limited_card):
     """The kernels for sm_75, through their PTX on whatever card this is."""
     limited_card(capability=75)
-    if flash_attn._ops.gpu_plan(0, HALF, case.dim, case.dim_v, "biased").reason:
+    if flash_attn._ops.gpu_plan(0, HALF, case.dim, case.dim_v, "biased", (0, 0)).reason:
         pytest.skip("built without kernels for sm_75")
     cases.check(case, "cuda", "mma_sync")
 

@@ -42,7 +42,13 @@ CXX_LAYERS: dict[str, set[str]] = {
     "gpu/passes": {"common", "gpu/ptx", "gpu/tile"},
     "gpu/mma_sync": {"common", "gpu/ptx", "gpu/tile", "gpu/passes", "gpu/families.h"},
     "gpu/wgmma": {"common", "gpu/ptx", "gpu/tile", "gpu/families.h"},
-    "gpu": {"common", "gpu/mma_sync/tiles.h", "gpu/tile/turns.h", "selected_kernels.def"},
+    "gpu": {
+        "common",
+        "gpu/mma_sync/tiles.h",
+        "gpu/tile/block_tiles.h",
+        "gpu/tile/turns.h",
+        "selected_kernels.def",
+    },
     "binding": {"common", "cpu", "gpu/dispatch.h"},
 }
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)

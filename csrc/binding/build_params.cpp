@@ -151,6 +151,7 @@ BlockMask block_mask(const Tensor& q, const AttentionParams& p, const CallOption
   mask.query_lists = data(*options.query_lists);
   mask.head_planes = kinds.size(1) == 1 ? 0 : 1;
   mask.batch_planes = kinds.size(0) == 1 ? 0 : kinds.size(1);
+  mask.pattern_count = patterns.size(0);
   return mask;
 }
 

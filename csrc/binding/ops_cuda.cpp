@@ -35,9 +35,14 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, const O
   const Forward call = build_forward(q, k, v, bias, sink, options);
   const FwdParams& params = call.params;
   const bool packed = params.rows_q.cu_seqlens.given();
+  Tensor steps;  // of a block mask
+  const auto allocate_steps = [&](int64_t bytes) {
+    steps = allocate(q, {divide_up(bytes, 4)}, torch::headeronly::ScalarType::Int, false);
+    return steps.data_ptr();
+  };
   const std::string problem =
       gpu::forward(params, packed ? options.max_seqlen_q : params.rows_q.rows,
-                   packed ? options.max_seqlen_k : params.rows_k.rows, here.device, here.stream);
+                   packed ? options.max_seqlen_k : params.rows_k.rows, here.device, here.stream, allocate_steps);
   FLASH_CHECK(problem.empty(), "attention_forward: ", problem);
   return {call.out, call.lse, call.statistics};
 }
@@ -82,6 +87,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Backward call = build_backward(dout, dlse, q, k, v, out, statistics, bias, sink, options,
                                        {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
   const BwdParams& params = call.params;
+  FLASH_CHECK(!params.block_mask.given(),
+              "attention_backward: the kernels take no block mask yet; call it outside of torch.compile, where PyTorch "
+              "code takes their place");
   const bool packed = params.rows_q.cu_seqlens.given();
   gpu::BwdPlan plan =
       gpu::plan_backward(params, packed ? max_seqlen_q : params.rows_q.rows, packed ? max_seqlen_k : params.rows_k.rows,
@@ -124,11 +132,12 @@ Tensor letters(const std::string& text) {
 }
 
 std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, int64_t dim_v, int64_t variant,
-                                    int64_t keys) {
+                                    int64_t keys, int64_t block_rows, int64_t block_keys) {
   FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
   FLASH_CHECK(variant >= 0 && variant <= 3, "variant must be in [0, 3], is ", variant);
-  const gpu::Plan plan = gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys},
-                                   static_cast<int>(device));
+  const gpu::Plan plan =
+      gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys, block_rows, block_keys},
+                static_cast<int>(device));
   std::array<int64_t, 5> values{};
   if (plan.choice) {
     const KernelKey key = plan.choice->key;

@@ -35,9 +35,10 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   // one that is used then.
   m.def("cpu_limit_instruction_set(int most) -> int");
   // What a call would use on a GPU (dtype in the order of DataType, variant of Variant): numbers (arch, head dim, variant,
-  // tile rows, tile keys), or none and the letters of the reason.
+  // tile rows, tile keys), or none and the letters of the reason. block_*: of a block mask; 0: there is none.
   m.def(
-      "gpu_plan(int device, int dtype, int dim, int dim_v, int variant, int keys) -> (Tensor numbers, Tensor reason)");
+      "gpu_plan(int device, int dtype, int dim, int dim_v, int variant, int keys, int block_rows=0, int block_keys=0) "
+      "-> (Tensor numbers, Tensor reason)");
   // For tests: as if GPUs had no more than this capability (10 · major + minor) and shared memory; 0 = no limit.
   m.def("gpu_limit_card(int capability, int block_shared) -> int");
   // For benchmarks: backward takes this tile of those that its kernel has (csrc/gpu/mma_sync/tiles.h), and refuses if there

@@ -83,6 +83,7 @@ struct BlockMask {
   int64_t rows = 1, keys = 1;            // of a block
   int64_t q_blocks = 0, k_blocks = 0;
   int64_t batch_planes = 0, head_planes = 0;
+  int64_t pattern_count = 0;
 
   FLASH_HOST_DEVICE bool given() const { return kinds != nullptr; }
 };

@@ -133,19 +133,21 @@ Plan plan(const Request& request, int device) {
   return {std::nullopt, no_kernel("", request, device, card)};
 }
 
-std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream) {
-  const Plan found = plan({params.dtype, params.dim, params.dim_v, variant_of(params), max_rows_k}, device);
+std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream,
+                    const Allocate& allocate) {
+  const Plan found = plan(request_of(params, variant_of(params), max_rows_k), device);
   if (!found.choice) return found.reason;
-  auto launch = make_launch(params, *found.choice, max_rows_q, card_of(device).l2_bytes);
+  auto launch = make_launch(params, *found.choice, max_rows_q, max_rows_k, card_of(device).l2_bytes);
   if (!launch) return kTooMany;
   if (launch->blocks == 0) return "";
   launch->device = device;
+  if (params.block_mask.given()) launch->tiles.steps = static_cast<uint16_t*>(allocate(launch->tiles.bytes()));
   return describe_error(function_of(found.choice->key, kFwdKeys, kFwdFunctions)(params, *launch, stream));
 }
 
 BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, bool takes_turns) {
   const Card card = card_of(device);
-  const Request request{params.dtype, params.dim, params.dim_v, bwd_variant_of(params), max_rows_k};
+  const Request request = request_of(params, bwd_variant_of(params), max_rows_k);
   std::optional<Choice> choice = choose_kernel(kBwdKeys, request, card, choose_bwd_tile);
   if (!choice) return {choice, no_kernel("backward ", request, device, card), {}, {}};
   if (const int tile = bwd_tile_by_hand; tile >= 0) {

@@ -4,6 +4,7 @@
 #include "common/dropout.h"
 #include "common/kernel_key.h"
 #include "common/params.h"
+#include "gpu/tile/block_tiles.h"
 #include "gpu/tile/turns.h"
 
 namespace flash {
@@ -22,6 +23,7 @@ struct FwdLaunch {
   bool vectorised_v = false;
   bool vectorised_out = false;
   int64_t max_rows_q = 0;  // rows of a sequence that the grid covers
+  BlockTiles tiles;        // of rows
 };
 
 struct BwdLaunch {
@@ -44,6 +46,8 @@ struct BwdLaunch {
   float* dq_sum = nullptr;  // dQ / scale, in the order in which the threads hold it; null: not wanted
   int* turns = nullptr;     // if turns are taken, of each row block: how many key blocks have added to it
   Broadcast dbias_sum;      // fp32
+  BlockTiles tiles;         // of keys
+  BlockTiles row_tiles;     // of rows, where there are turns
 };
 
 // Launches return a cudaError_t.

@@ -25,8 +25,20 @@ struct Request {
   DataType dtype = DataType::kFloat32;
   int64_t dim = 0, dim_v = 0;
   Variant variant = Variant::plain;
-  int64_t keys = 0;  // of the longest sequence
+  int64_t keys = 0;                        // of the longest sequence
+  int64_t block_rows = 0, block_keys = 0;  // of a block mask without elements or left pads; 0: there is none
+
+  // Whether a tile lies in one block of the mask: then no element of it has to be hidden.
+  bool in_one_block(int tile_rows, int tile_keys) const {
+    return block_rows == 0 || (block_rows % tile_rows == 0 && block_keys % tile_keys == 0);
+  }
 };
+
+inline Request request_of(const AttentionParams& p, Variant variant, int64_t keys) {
+  Request request{p.dtype, p.dim, p.dim_v, variant, keys};
+  if (p.block_mask.given()) request.block_rows = p.block_mask.rows, request.block_keys = p.block_mask.keys;
+  return request;
+}
 
 struct Choice {
   KernelKey key;
@@ -37,12 +49,14 @@ inline constexpr int kReservedShared = 1024;
 
 // The first tile for that many keys of which as many CTAs fit on an SM as its registers allow; if there is none, the
 // last that fits at all.
-inline std::optional<int> choose_tile(KernelKey key, const Card& card, int64_t keys) {
+inline std::optional<int> choose_tile(KernelKey key, const Card& card, const Request& request) {
   const mma_sync::Tiles tiles = mma_sync::fwd_tiles(key);
   std::optional<int> fits;
   for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].rows > 0; ++i) {
     const int bytes = tiles[i].shared_bytes(key.head_dim) + mma_sync::kStaticShared;
-    if (bytes > card.block_shared || keys < tiles[i].from_keys) continue;
+    if (bytes > card.block_shared || request.keys < tiles[i].from_keys) continue;
+    if (request.block_rows > 0 && !tiles[i].takes_blocks) continue;
+    if (key.variant != Variant::biased && !request.in_one_block(tiles[i].rows, tiles[i].keys)) continue;
     fits = i;
     if (tiles[i].ctas * (bytes + kReservedShared) <= card.sm_shared) break;
   }
@@ -56,13 +70,16 @@ inline bool bwd_tile_fits(KernelKey key, int tile, const Card& card) {
 }
 
 // The same of backward: the first that fits.
-inline std::optional<int> choose_bwd_tile(KernelKey key, const Card& card, int64_t /*keys*/) {
-  for (int i = 0; i < static_cast<int>(mma_sync::BwdTiles{}.size()); ++i)
-    if (bwd_tile_fits(key, i, card)) return i;
+inline std::optional<int> choose_bwd_tile(KernelKey key, const Card& card, const Request& request) {
+  const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
+  for (int i = 0; i < static_cast<int>(tiles.size()); ++i)
+    if (bwd_tile_fits(key, i, card) &&
+        (key.variant == Variant::biased || request.in_one_block(tiles[i].rows, tiles[i].keys)))
+      return i;
   return std::nullopt;
 }
 
-using ChooseTile = std::optional<int> (*)(KernelKey key, const Card& card, int64_t keys);
+using ChooseTile = std::optional<int> (*)(KernelKey key, const Card& card, const Request& request);
 
 // The newest architecture, then the smallest head dim, then the smallest variant that serve the request.
 inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, const Request& request, const Card& card,
@@ -73,7 +90,7 @@ inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, con
     if (static_cast<int>(key.arch) > card.capability || key.dtype != request.dtype || key.head_dim < dim ||
         key.variant < request.variant)
       continue;
-    const std::optional<int> tile = choose(key, card, request.keys);
+    const std::optional<int> tile = choose(key, card, request);
     if (!tile) continue;
     const auto rank = [](const KernelKey& k) {
       return std::tuple(-static_cast<int>(k.arch), k.head_dim, static_cast<int>(k.variant));
@@ -94,6 +111,9 @@ inline bool is_vectorised(const Operand& x, int64_t dim) {
 inline Variant variant_of(const AttentionParams& p) {
   const bool vectorised = is_vectorised(p.q, p.dim) && is_vectorised(p.k, p.dim) && is_vectorised(p.v, p.dim_v);
   if (p.bias.given() || p.mask.given() || !vectorised) return Variant::biased;
+  // Blocks with elements, or anywhere: beside bias and mask is where elements are looked at.
+  if (p.block_mask.given() && (p.block_mask.pattern_count > 0 || p.rows_q.leftpad.given() || p.rows_k.leftpad.given()))
+    return Variant::biased;
   const bool plain_scale = 0x1p-60 < p.score.scale && p.score.scale < 0x1p+60;
   if (p.score.softcap > 0 || p.score.alibi_slopes != nullptr || !plain_scale) return Variant::modified;
   return p.dropout.given() ? Variant::dropout : Variant::plain;
@@ -123,13 +143,32 @@ void describe_inputs(Launch& launch, const AttentionParams& p) {
   launch.vectorised_v = is_vectorised(p.v, p.dim_v);
 }
 
-// `max_rows_q`: the longest sequence of queries. nullopt: more tiles than a grid can have, or rows than positions.
-inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, int64_t max_rows_q, int64_t l2_bytes) {
+// The steps that a launch under a block mask needs, still without memory.
+inline BlockTiles block_tiles(const AttentionParams& p, int64_t own_tiles, int64_t other_tiles) {
+  BlockTiles tiles;
+  const BlockMask& mask = p.block_mask;
+  if (!mask.given()) return tiles;
+  const bool shifted = p.rows_q.leftpad.given() || p.rows_k.leftpad.given();
+  const int64_t heads = mask.head_planes == 0 ? 1 : p.heads, batches = mask.batch_planes == 0 && !shifted ? 1 : p.batch;
+  tiles.own_tiles = static_cast<int>(own_tiles);
+  tiles.other_tiles = static_cast<int>(other_tiles);
+  tiles.planes = batches * heads;
+  tiles.head_planes = mask.head_planes == 0 ? 0 : 1;
+  tiles.batch_planes = batches == 1 ? 0 : heads;
+  tiles.mask_rows = Divisor(static_cast<uint32_t>(mask.rows));
+  tiles.mask_keys = Divisor(static_cast<uint32_t>(mask.keys));
+  return tiles;
+}
+
+// `max_rows_*`: of the longest sequence. nullopt: more tiles than a grid can have, or rows than positions.
+inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, int64_t max_rows_q, int64_t max_rows_k,
+                                            int64_t l2_bytes) {
   const mma_sync::Tile tile = mma_sync::fwd_tiles(choice.key)[choice.tile];
   const int64_t all_heads = p.batch * p.heads, m_blocks = divide_up(max_rows_q, tile.rows);
   const bool packed = p.rows_k.cu_seqlens.given();
   if (max_rows_q > kMostRows || (!packed && p.rows_k.rows > kMostRows) || all_heads > kMostBlocks ||
-      all_heads * m_blocks > kMostBlocks)
+      all_heads * m_blocks > kMostBlocks ||
+      (p.block_mask.given() && divide_up(max_rows_k, tile.keys) > BlockTiles::kMost))
     return std::nullopt;
   FwdLaunch launch;
   launch.order = TileOrder(static_cast<uint32_t>(m_blocks), static_cast<uint32_t>(p.heads),
@@ -140,6 +179,7 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
   describe_inputs(launch, p);
   launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.max_rows_q = max_rows_q;
+  launch.tiles = block_tiles(p, m_blocks, divide_up(max_rows_k, tile.keys));
   return launch;
 }
 
@@ -177,7 +217,8 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
   const int64_t m_blocks = divide_up(max_rows_q, tile.rows);
   constexpr int64_t kLeastRows = 16;  // of a block, in all launches
   if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * n_blocks > kMostBlocks ||
-      p.batch * p.heads * divide_up(max_rows_q, kLeastRows) > kMostBlocks)
+      p.batch * p.heads * divide_up(max_rows_q, kLeastRows) > kMostBlocks ||
+      (p.block_mask.given() && std::max(n_blocks, m_blocks) > BlockTiles::kMost))
     return std::nullopt;
   BwdLaunch launch;
   launch.order = TileOrder(static_cast<uint32_t>(n_blocks), static_cast<uint32_t>(p.heads_k),
@@ -197,6 +238,8 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
   launch.vectorised_dv = is_vectorised(p.dv, p.dim_v);
   launch.max_rows_q = max_rows_q;
   launch.max_rows_k = max_rows_k;
+  launch.tiles = block_tiles(p, n_blocks, m_blocks);
+  launch.row_tiles = block_tiles(p, m_blocks, n_blocks);
   return launch;
 }
 

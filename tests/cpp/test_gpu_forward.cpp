@@ -9,6 +9,7 @@
 
 #include "gpu/mma_sync/fwd.cuh"
 #include "gpu/plan.h"
+#include "random_blocks.h"
 
 using namespace flash;
 
@@ -19,6 +20,8 @@ struct Options {
   int64_t left = -1;
   double softcap = 0, dropout = 0;
   bool bias = false, sink = false;
+  BlockOptions blocks;
+  int64_t leftpad = 0;  // of the queries and, plus 5, of the keys
 };
 
 static void expect_close(double found, double want, double tolerance) {
@@ -65,7 +68,28 @@ static void test(const char* name, int64_t rows, int64_t keys, int64_t dim, cons
   if (options.dropout > 0)
     p.dropout = {seed, static_cast<uint32_t>(options.dropout * 65536), 1 / (1 - options.dropout)};
 
-  const FwdLaunch launch = *make_launch(p, {kKey, kTile}, rows, 40 << 20);
+  const int64_t leftpads[2] = {options.leftpad, options.leftpad + 5};
+  const RandomBlocks blocks(options.blocks, leftpads[0] + rows, leftpads[1] + keys, 1);
+  p.block_mask = blocks.mask;
+  if (options.leftpad > 0) {
+    p.rows_q.leftpad = {&leftpads[0], true}, p.rows_k.leftpad = {&leftpads[1], true};
+    p.rows_q.rows += leftpads[0], p.rows_k.rows += leftpads[1];
+    const auto before = [&](auto& x, int64_t by) { x.data = static_cast<uint16_t*>(x.data) - by * dim; };
+    before(p.q, leftpads[0]), before(p.out, leftpads[0]), before(p.k, leftpads[1]), before(p.v, leftpads[1]);
+    for (RowArray* x : {&p.lse, &p.reference, &p.log2_sum}) x->data = static_cast<float*>(x->data) - leftpads[0];
+  }
+  const Sequence whole = sequence(p, 0);
+  const HeadBlocks mask = head_blocks(p, whole, 0);
+
+  FwdLaunch launch = *make_launch(p, {kKey, kTile}, p.rows_q.rows, p.rows_k.rows, 40 << 20);
+  std::vector<uint16_t> steps(launch.tiles.bytes() / 2);
+  if (p.block_mask.given()) {
+    launch.tiles.steps = steps.data();
+    const int64_t warps = launch.tiles.planes * launch.tiles.own_tiles;
+    cuda_on_cpu::launch(
+        static_cast<unsigned>(divide_up(32 * warps, kBlockTileThreads)), kBlockTileThreads,
+        [&] { block_tiles_kernel<false, FwdParams>(p, launch.tiles, F::kRows, F::kKeys); }, [] {});
+  }
   cuda_on_cpu::launch(
       launch.blocks, F::kThreads,
       [&] { mma_sync::fwd_kernel<kKey.arch, kType, kKey.head_dim, kKey.variant, kTile, F::kThreads, 1>(p, launch); },
@@ -80,6 +104,7 @@ static void test(const char* name, int64_t rows, int64_t keys, int64_t dim, cons
     double sum = options.sink ? std::exp(sink[0]) : 0;
     std::vector<double> total(dim, 0);
     for (int64_t j = seen.begin; j < seen.end; ++j) {
+      if (!mask.sees(i, j)) continue;
       double s = 0;
       for (int64_t d = 0; d < dim; ++d) s += value(q[i * dim + d]) * value(k[j * dim + d]);
       s *= p.score.scale;
@@ -90,7 +115,7 @@ static void test(const char* name, int64_t rows, int64_t keys, int64_t dim, cons
       if (p.dropout.given() && !stream.keeps(i, j, threshold)) continue;
       for (int64_t d = 0; d < dim; ++d) total[d] += weight * p.dropout.keep_scale * value(v[j * dim + d]);
     }
-    expect_close(lse[i], std::log(sum), 1e-5);
+    sum == 0 ? expect_close(lse[i] == -INFINITY, 1, 0) : expect_close(lse[i], std::log(sum), 1e-5);
     for (int64_t d = 0; d < dim; ++d)
       expect_close(value(out[i * dim + d]), sum == 0 ? 0 : total[d] / sum, kType == DataType::kBFloat16 ? 1e-2 : 2e-3);
   }
@@ -106,12 +131,23 @@ int main(int argc, char** /*argv*/) {
   test<KernelKey{kAmpere, kBf16, 128, dropout}>("dim 128, dropout", 130, 200, 128, {.dropout = 0.3});
   test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 61, all options", 70, 140, 61, all);
   test<KernelKey{kAmpere, kBf16, 64, biased}>("softcap below fp32", 20, 40, 64, {.softcap = 1e-50, .bias = true});
+  const BlockOptions large{128, 128}, small{32, 16, 0.3}, some{16, 48, 0.5, true};
+  test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64, blocks", 300, 700, 64, {.causal = true, .blocks = large});
+  test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 64, small blocks", 150, 200, 64, {.blocks = small});
   test<KernelKey{kTuring, kFp16, 64, plain}>("Turing, dim 64", 70, 140, 64, {.left = 40});
   if (argc == 1) {
     test<KernelKey{kAmpere, kBf16, 64, dropout}>("dim 64, dropout", 130, 300, 64, {.causal = true, .dropout = 0.3});
     test<KernelKey{kAmpere, kBf16, 128, plain}, 0>("dim 128", 257, 300, 128, {.sink = true});
     test<KernelKey{kAmpere, kBf16, 128, plain}, 1>("dim 128, second tile", 130, 200, 128, {.causal = true});
     test<KernelKey{kAmpere, kBf16, 128, plain}, 3>("dim 128, last tile", 130, 200, 128, {.left = 50});
+    test<KernelKey{kAmpere, kBf16, 128, plain}, 1>("dim 128, blocks", 300, 700, 128, {.left = 300, .blocks = large});
+    test<KernelKey{kAmpere, kBf16, 128, dropout}>("dim 128, blocks, dropout", 300, 500, 128,
+                                                  {.dropout = 0.2, .blocks = {128, 256, 0.6}});
+    test<KernelKey{kAmpere, kBf16, 256, plain}, 1>("dim 256, blocks", 130, 300, 256, {.blocks = {64, 64}});
+    test<KernelKey{kAmpere, kBf16, 128, biased}>("dim 128, elements", 130, 200, 128, {.causal = true, .blocks = some});
+    test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 64, left pads", 130, 200, 64,
+                                                {.causal = true, .blocks = some, .leftpad = 9});
+    test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64, nothing visited", 130, 200, 64, {.blocks = {128, 64, 0}});
     test<KernelKey{kAmpere, kBf16, 128, modified}>("dim 128, softcap", 130, 100, 128, {.softcap = 2, .dropout = 0.1});
     test<KernelKey{kAmpere, kFp16, 96, plain}>("dim 96", 130, 100, 96);
     test<KernelKey{kAmpere, kBf16, 192, plain}>("dim 192", 130, 200, 192);

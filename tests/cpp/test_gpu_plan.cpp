@@ -192,20 +192,55 @@ static void test_launch() {
   p.dim = p.dim_v = 64;
   p.rows_q.rows = p.rows_k.rows = 300;
   const Choice choice{{Arch::sm80, DataType::kBFloat16, 64, Variant::plain}, 0};
-  const auto launch = make_launch(p, choice, 300, 60 << 20);
+  const auto launch = make_launch(p, choice, 300, 0, 60 << 20);
   EXPECT(launch && launch->blocks == 70000u * 2 * 3);  // one grid axis: no limit of 65,535
   p.batch = int64_t(1) << 31;
-  EXPECT(!make_launch(p, choice, 300, 60 << 20));
+  EXPECT(!make_launch(p, choice, 300, 0, 60 << 20));
   p.batch = 1;
-  EXPECT(!make_launch(p, choice, int64_t(1) << 30, 60 << 20));
+  EXPECT(!make_launch(p, choice, int64_t(1) << 30, 0, 60 << 20));
   p.rows_q.rows = 0;
-  EXPECT(make_launch(p, choice, 0, 60 << 20)->blocks == 0);
+  EXPECT(make_launch(p, choice, 0, 0, 60 << 20)->blocks == 0);
   p.window.causal = true;
   for (int64_t keys : {1, 1000, 100000, 10000000}) {
     p.rows_k.rows = keys;
     const uint32_t group = head_group(p, 60 << 20);
     EXPECT(group >= 4 && group <= 32);
   }
+}
+
+// Under a block mask: kernels that look at no elements only where a tile lies in one block.
+static void test_blocks() {
+  const std::vector<KernelKey> keys = all_keys();
+  for (const Card& card : {kT4, kA100, kRtx3090, kH200, kRtx5090})
+    for (int dim : kDims)
+      for (Variant variant : kVariants)
+        for (int64_t rows : {16, 48, 64, 128, 256})
+          for (int64_t of_block : {16, 64, 96, 128, 256}) {
+            Request request{DataType::kFloat16, dim, dim, variant, 10000, rows, of_block};
+            const auto choice = choose_kernel(keys, request, card);
+            EXPECT(choice && choice->key.head_dim == dim);
+            const mma_sync::Tile tile = mma_sync::fwd_tiles(choice->key)[choice->tile];
+            EXPECT(tile.takes_blocks);
+            EXPECT(choice->key.variant == Variant::biased || (rows % tile.rows == 0 && of_block % tile.keys == 0));
+            // The default size has kernels of the simplest variant.
+            if (rows == 128 && of_block == 128 && card.capability >= 80 && (dim <= 128 || card.block_shared > 160000))
+              EXPECT(choice->key.variant == variant);
+          }
+  FwdParams p;
+  p.batch = 3, p.heads = p.heads_k = 2, p.dim = p.dim_v = 64;
+  p.rows_q.rows = 300, p.rows_k.rows = 700;
+  const int32_t kind = 1;
+  p.block_mask.kinds = &kind;
+  p.block_mask.rows = p.block_mask.keys = 128;
+  const Choice choice{{Arch::sm80, DataType::kBFloat16, 64, Variant::plain}, 0};
+  BlockTiles tiles = make_launch(p, choice, 300, 700, 60 << 20)->tiles;
+  EXPECT(tiles.own_tiles == 3 && tiles.other_tiles == 11 && tiles.planes == 1 && tiles.bytes() == 3 * 12 * 2);
+  p.block_mask.head_planes = 1;
+  EXPECT(make_launch(p, choice, 300, 700, 60 << 20)->tiles.planes == 2);
+  const int64_t pads[3] = {};
+  p.rows_k.leftpad = {pads, true};  // blocks lie otherwise in each sequence
+  EXPECT(make_launch(p, choice, 300, 700, 60 << 20)->tiles.planes == 6 && variant_of(p) == Variant::biased);
+  EXPECT(!make_launch(p, choice, 300, int64_t{64} << 15, 60 << 20));  // more tiles than a step can pass
 }
 
 // Backward's key blocks in turns, a row block a step, on a card with so many places for CTAs: steps that it takes until all
@@ -290,6 +325,7 @@ static void test_turns() {
 
 int main() {
   test_every_request_fits();
+  test_blocks();
   test_every_backward_fits();
   test_backward_launch();
   test_less_shared_memory();

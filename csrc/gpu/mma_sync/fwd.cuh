@@ -10,6 +10,8 @@
 
 #include "gpu/mma_sync/launch.cuh"
 #include "gpu/mma_sync/products.cuh"
+#include "gpu/passes/block_tiles.cuh"
+#include "gpu/tile/block_tiles.cuh"
 #include "gpu/tile/epilogue.cuh"
 #include "gpu/tile/score.cuh"
 
@@ -39,7 +41,8 @@ struct Work {
   Visibility visibility;
   const uint16_t *gK, *gV;   // first rows
   int first_row, rows;       // of the tile; of the sequence
-  int n_begin, n_end;        // key blocks that are visited
+  TileSteps blocks;          // of those, the ones that a block mask visits
+  int n_begin, n_last;       // key blocks that are visited
   int full_begin, full_end;  // those without an element mask
   int seen_begin, seen_end;  // keys that some row of the tile sees: the only ones that are read
   DropoutStream dropout;     // of this sequence and head
@@ -48,7 +51,8 @@ struct Work {
 template <class F>
 __device__ __forceinline__ Work make_work(const FwdParams& p, const FwdLaunch& launch, const TileIndex& tile,
                                           const Sequence& sequence) {
-  Work work{tile, sequence, make_visibility(p.window, sequence.q.length, sequence.k.length)};
+  Work work{tile, sequence, make_visibility(p.window, sequence.q.length, sequence.k.length), nullptr, nullptr,
+            0,    0,        TileSteps(launch.tiles, tile.batch, tile.head, tile.m_block)};
   const uint32_t head_k = launch.group.divide(static_cast<uint32_t>(tile.head));
   work.gK = first_row_of(p.k, sequence.k, head_k);
   work.gV = first_row_of(p.v, sequence.k, head_k);
@@ -58,7 +62,10 @@ __device__ __forceinline__ Work make_work(const FwdParams& p, const FwdLaunch& l
   const BlockRange blocks = work.visibility.key_blocks(rows, F::kKeys);
   const Range seen = work.visibility.keys_of_any(rows);
   work.n_begin = static_cast<int>(blocks.begin);
-  work.n_end = static_cast<int>(blocks.end);
+  const auto n_end = static_cast<int>(blocks.end);
+  work.n_last = n_end - 1;
+  if (F::kTile.takes_blocks && launch.tiles.steps != nullptr)
+    work.n_last = work.blocks.before(min(n_end, launch.tiles.other_tiles));
   work.full_begin = static_cast<int>(blocks.full_begin);
   work.full_end = static_cast<int>(blocks.full_end);
   work.seen_begin = static_cast<int>(seen.begin);
@@ -88,7 +95,8 @@ __device__ __forceinline__ bool start_tile(const FwdParams& p, const FwdLaunch& 
   const TileIndex tile = launch.order.tile(blockIdx.x);
   const Sequence sequence = flash::sequence(p, tile.batch);
   if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
-      !rows_are_possible(p.rows_k, sequence.k, tile.batch, -1)) {
+      !rows_are_possible(p.rows_k, sequence.k, tile.batch,
+                         launch.tiles.steps == nullptr ? -1 : int64_t{launch.tiles.other_tiles} * F::kKeys)) {
     if (tile.m_block == 0) store_nan<F::kThreads>(p, tile.batch, tile.head);
     return false;
   }
@@ -99,7 +107,7 @@ __device__ __forceinline__ bool start_tile(const FwdParams& p, const FwdLaunch& 
   typename F::CopyQ(sQ, gQ, tile.m_block * F::kRows, 0, static_cast<int>(sequence.q.length)).copy_all();
   // Everybody computes it, so that nobody waits for it before the copies; what comes later reads it from `work`.
   const Work mine = make_work<F>(p, launch, tile, sequence);
-  const int n = mine.n_end - 1;
+  const int n = mine.n_last;
   if (n >= mine.n_begin) {
     copy_k<F>(p, launch, mine, n, sKV).copy_all();
     if constexpr (F::kTile.stages == 2) copy_v<F>(p, launch, mine, n, sKV + F::kBytesKV).copy_all();
@@ -215,7 +223,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   // beside P V. The block before the first one is copied too, as nothing: no row of it is seen.
   uint32_t stage = 0;
 #pragma unroll 1
-  for (int n = work.n_end - 1; n >= work.n_begin; --n) {
+  for (int n = work.n_last; n >= work.n_begin;) {
+    [[maybe_unused]] int listed;
+    if constexpr (F::kTile.takes_blocks) listed = work.blocks.before(n);
+    const auto next = [&] {
+      if constexpr (F::kTile.takes_blocks) return listed;
+      return n - 1;
+    };
     const uint32_t sK = ptx::opaque(sKV) + stage, sV = sK + F::kBytesKV;
     const int first_key = n * F::kKeys + half * F::kWarpKeys;
     constexpr bool kTwoStages = F::kTile.stages == 2;
@@ -223,13 +237,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
     // S = Q Kᵀ, then the logits
     CopyKV copy =
-        kTwoStages ? copy_k<F>(p, launch, work, n - 1, ptx::opaque(sKV) + stage) : copy_v<F>(p, launch, work, n, sV);
+        kTwoStages ? copy_k<F>(p, launch, work, next(), ptx::opaque(sKV) + stage) : copy_v<F>(p, launch, work, n, sV);
     float rS[F::kM][F::kN][4];
     const auto k_reader = F::ReaderKV::columns_first(sK + half * F::kWarpKeys * kRowBytes, lane);
     score_product<F>(rS, {ptx::opaque(reader_q.address)}, rQ, k_reader, [&](int step) {
       if constexpr (kTwoStages) {
         constexpr int kHalf = F::kScoreSteps / 2;
-        if (step == kHalf) copy = copy_v<F>(p, launch, work, n - 1, ptx::opaque(sKV) + stage + F::kBytesKV);
+        if (step == kHalf) copy = copy_v<F>(p, launch, work, next(), ptx::opaque(sKV) + stage + F::kBytesKV);
         step < kHalf ? copy_among<0, kHalf>(step, copy) : copy_among<kHalf, kHalf>(step, copy);
       } else {
         copy_among<0, F::kScoreSteps>(step, copy);
@@ -244,8 +258,11 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         dropout.draw(work.dropout, first_key);
       }
     }
-    if constexpr (F::kBiased)
+    if constexpr (F::kBiased) {
       add_bias_and_mask<F::kKey.dtype>(rS, place(), p, work.sequence, work.tile.head, first_key);
+      if (!work.blocks.is_full(n))
+        hide_blocks(rS, place(), p.block_mask, launch.tiles, work.sequence, work.tile.head, first_key);
+    }
     if (n < work.full_begin || n >= work.full_end)
       hide_unseen(rS, place(), DiagonalInterval(work.visibility, place().row), first_key);
     float maxima[F::kM][2];
@@ -267,7 +284,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         CopyKV::wait();
         __syncthreads();  // everybody's V is there, and nobody reads this K any more
       }
-      copy = copy_k<F>(p, launch, work, n - 1, sK);
+      copy = copy_k<F>(p, launch, work, next(), sK);
     }
     const auto v_reader = [&](int keys) {  // the keys of one half, this warp's columns
       return F::ReaderKV::rows_first(sV + keys * F::kWarpKeys * kRowBytes + half * F::kColumns * F::kKeys * 2, lane);
@@ -297,6 +314,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     }
     CopyKV::wait();
     __syncthreads();  // everybody's next K is there (and V, of two), and nobody reads this V (this block) any more
+    n = next();
   }
 
   finish_tile<F>(p, launch, work, softmax, rO, unit, sQ, pair);
@@ -313,6 +331,7 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* stream) 
   static std::atomic<uint64_t> allowed{0};
   if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
     return error;
+  make_block_tiles<false>(params, launch.tiles, F::kRows, F::kKeys, static_cast<cudaStream_t>(stream));
   kernel<<<launch.blocks, F::kThreads, kSharedBytes, static_cast<cudaStream_t>(stream)>>>(params, launch);
   return cudaGetLastError();
 }

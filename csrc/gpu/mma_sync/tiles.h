@@ -16,6 +16,7 @@ struct Tile {
   int ctas = 1;                 // on an SM at once, as far as registers allow
   int from_keys = 0;            // the length of sequences from which on it is the better choice
   int split = 1;                // 2: pairs of warps share rows (warp_pair.cuh)
+  bool takes_blocks = true;     // whether block masks are served: where a register too many spills, they are not
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int warp_rows() const { return rows / warps * split; }
@@ -55,7 +56,7 @@ constexpr Tiles fwd_tiles(KernelKey key) {
     if (key.variant == Variant::biased) return {{{128, 64, 8, 1, true, 1}, {128, 32, 8, 1, true, 1}}};
     if (key.variant == Variant::modified) return {{{128, 32, 4, 1, false, 2}}};
     if (key.variant == Variant::dropout) return {{{128, 64, 4, 1, false, 2}, {128, 32, 4, 1, false, 2}}};
-    return {{{256, 64, 8, 2, false, 1, 8192},
+    return {{{256, 64, 8, 2, false, 1, 8192, 1, false},
              {128, 64, 4, 2, false, 2},
              {128, 32, 4, 2, false, 2},
              {128, 32, 4, 1, false, 2}}};

@@ -6,6 +6,7 @@
 #include "common/sequence.h"
 #include "common/visibility.h"
 #include "gpu/ptx/math.cuh"
+#include "gpu/tile/block_tiles.cuh"
 
 namespace flash {
 
@@ -120,6 +121,27 @@ __device__ __forceinline__ void add_bias_and_mask(float (&rS)[kM][kN][4], const 
               rS[m][n][2 * half + c] = -INFINITY;
           }
       }
+    }
+}
+
+// S = -inf where the block mask hides the key.
+template <int kM, int kN>
+__device__ __forceinline__ void hide_blocks(float (&rS)[kM][kN][4], const FragmentPlace& place, const BlockMask& mask,
+                                            const BlockTiles& tiles, const Sequence& sequence, int64_t head,
+                                            int first_key) {
+  const int64_t first_column = sequence.k.leftpad + first_key + place.column;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = place.row + 16 * m + 8 * half;
+      if (row >= place.rows) continue;
+      const MaskRow of_row(mask, tiles, sequence.index, head, sequence.q.leftpad + row);
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (!of_row.sees(mask, tiles, first_column + 8 * n + c)) rS[m][n][2 * half + c] = -INFINITY;
     }
 }
 

@@ -28,6 +28,9 @@
 struct uint4 {
   unsigned x, y, z, w;
 };
+struct uint2 {
+  unsigned x, y;
+};
 struct float4 {
   float x, y, z, w;
 };
@@ -117,6 +120,17 @@ inline bool __any_sync(unsigned mask, bool x) {
   for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(mask, sum, other);
   return sum > 0;
 }
+inline unsigned __ballot_sync(unsigned, bool x) {
+  using namespace cuda_on_cpu;
+  exchanged[threadIdx.x] = x ? 1.f : 0.f;
+  __syncwarp();
+  unsigned result = 0;
+  for (unsigned i = 0; i < 32; ++i) result |= (exchanged[warp_begin() + i] != 0 ? 1u : 0u) << i;
+  __syncwarp();
+  return result;
+}
+inline int __clz(int x) { return std::countl_zero(static_cast<unsigned>(x)); }
+inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 using std::max;
