@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from flash_attn import block_patterns, checks
+from flash_attn.block_patterns import visit_lists
 from flash_attn.problem import BlockLists
 
 HIDDEN, FULL, FIRST_PATTERN = 0, 1, 2  # kinds, as in csrc/common/block_mask.h
@@ -85,7 +86,7 @@ class BlockMask:
 
     def _set(self, kinds: Tensor, patterns: Tensor, seqlen_q: int, seqlen_k: int) -> None:
         visited = kinds != HIDDEN
-        self._keep(kinds.contiguous(), patterns, _lists(visited), _lists(visited.mT), seqlen_q, seqlen_k)
+        self._keep(kinds.contiguous(), patterns, visit_lists(visited), visit_lists(visited.mT), seqlen_q, seqlen_k)
 
     def _keep(
         self, kinds: Tensor, patterns: Tensor, key_lists: Tensor, query_lists: Tensor, seqlen_q: int, seqlen_k: int
@@ -399,7 +400,7 @@ class BlockMask:
                 return kind == FULL
             return (kind == FULL) | ((kind >= FIRST_PATTERN) & patterns[(kind - 2).clamp(min=0), i % rows, j % keys])
 
-        partial, full = (_lists(blocks) for blocks in (self.partial_blocks, self.full_blocks))
+        partial, full = (visit_lists(blocks) for blocks in (self.partial_blocks, self.full_blocks))
         lists = [x for y in (partial, full) for x in (y[..., 0], y[..., 1:] % kinds.shape[-1])]
         return flex_attention.BlockMask.from_kv_blocks(
             *(x.contiguous() for x in lists),
@@ -443,14 +444,6 @@ def _check_leading(name: str, x: Tensor, like: Tensor) -> None:
         checks.require(given == full or given == 1 or full == 1, name, x, rule, tuple(like.shape[:2]))
 
 
-def _lists(visited: Tensor) -> Tensor:
-    """int32 (..., rows, 1 + columns) of a bool (..., rows, columns): the count and the columns of each row's Trues."""
-    columns = visited.shape[-1]
-    index = torch.arange(columns, dtype=torch.int32, device=visited.device)
-    ascending = torch.where(visited, index, columns).sort(-1).values
-    return torch.cat([visited.sum(-1, keepdim=True), ascending], -1).to(torch.int32)
-
-
 def _kinds_of_elements(
     element_mask: Tensor, blocks: Tensor, seqlen_q: int, seqlen_k: int, rows: int, keys: int
 ) -> tuple[Tensor, Tensor]:
@@ -485,6 +478,12 @@ def _flatten(mask: BlockMask) -> tuple[list[Tensor], tuple[int, int]]:
     return [mask.kinds, mask.patterns, mask.key_lists, mask.query_lists], (mask.seqlen_q, mask.seqlen_k)
 
 
+def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple], tuple[int, int]]:
+    tensors, lengths = _flatten(mask)
+    names = ("kinds", "patterns", "key_lists", "query_lists")
+    return [(_pytree.GetAttrKey(n), x) for n, x in zip(names, tensors, strict=True)], lengths
+
+
 def _unflatten(tensors: Sequence[Tensor], lengths: tuple[int, int]) -> BlockMask:
     mask = BlockMask.__new__(BlockMask)
     mask._keep(*tensors, *lengths)
@@ -492,4 +491,10 @@ def _unflatten(tensors: Sequence[Tensor], lengths: tuple[int, int]) -> BlockMask
 
 
 # So that a mask can be an argument of exported and transformed functions.
-_pytree.register_pytree_node(BlockMask, _flatten, _unflatten, serialized_type_name="flash_attn.BlockMask")
+_pytree.register_pytree_node(
+    BlockMask,
+    _flatten,
+    _unflatten,
+    serialized_type_name="flash_attn.BlockMask",
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -1,4 +1,4 @@
-"""The patterns behind `BlockMask`'s builders, as bool tensors of blocks, and what a block's kind makes visible."""
+"""The patterns behind `BlockMask`'s builders, as bool tensors of blocks; their lists; what a kind makes visible."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def visible_elements(kinds: Tensor, patterns: Tensor, rows: Tensor, columns: Ten
         return visible
     _, block_rows, block_keys = patterns.shape
     return visible | ((kinds >= 2) & patterns[(kinds - 2).clamp(min=0).long(), rows % block_rows, columns % block_keys])
+
+
+def visit_lists(visited: Tensor) -> Tensor:
+    """int32 (..., rows, 1 + columns) of a bool (..., rows, columns): the count and the columns of each row's Trues."""
+    columns = visited.shape[-1]
+    index = torch.arange(columns, dtype=torch.int32, device=visited.device)
+    ascending = torch.where(visited, index, columns).sort(-1).values
+    return torch.cat([visited.sum(-1, keepdim=True), ascending], -1).to(torch.int32)
 
 
 def local(grid: Grid, window: tuple[int, int]) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention
 
-from flash_attn import BlockMask
+from flash_attn import BlockMask, flash_attn_func
 
 SHAPES = ((100, 75, (16, 32)), (64, 64, (16, 16)), (33, 129, (48, 16)), (128, 300, (32, 64)), (300, 20, (128, 128)))
 
@@ -166,3 +166,30 @@ def test_a_mask_is_a_pytree_and_moves():
     again = torch.utils._pytree.tree_unflatten(leaves, spec)
     assert len(leaves) == 4 and torch.equal(again.to_dense(), mask.to_dense())
     assert mask.to("meta").kinds.is_meta and "(16, 16)" in repr(mask)
+
+
+class _Attend(torch.nn.Module):
+    """With the mask that it has, or that it is given."""
+
+    def __init__(self, mask: BlockMask | None) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: torch.Tensor, mask: BlockMask | None = None) -> torch.Tensor:
+        return flash_attn_func(q, q, q, block_mask=self.mask if mask is None else mask)
+
+
+def test_a_mask_from_outside_in_compiled_and_exported_functions():
+    """As an argument, in a closure, as an attribute. (Built inside: tests/test_pytorch.py.)"""
+    q = torch.randn(2, 40, 2, 8)
+    mask = BlockMask(torch.rand(2, 2, 3, 2) < 0.6, 40, 40, (16, 32), element_mask=torch.rand(40, 40) < 0.8)
+    want = flash_attn_func(q, q, q, block_mask=mask)
+    for module, inputs in ((_Attend(None), (q, mask)), (_Attend(mask), (q,))):
+        torch._dynamo.reset()
+        assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(*inputs), want)
+        assert torch.equal(torch.export.export(module, inputs).module()(*inputs), want)
+    torch._dynamo.reset()
+    closure = torch.compile(lambda q: _Attend(mask)(q), fullgraph=True, backend="aot_eager")
+    assert torch.equal(closure(q), want)
+    examples = torch.vmap(lambda q: flash_attn_func(q, q, q, block_mask=mask))(torch.stack([q, q.cos()]))
+    torch.testing.assert_close(examples[0], want)
