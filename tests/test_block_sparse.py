@@ -170,6 +170,20 @@ def test_a_full_mask_is_no_mask_bit_for_bit():
     assert torch.equal(flash_attn_func(q, q, q, causal=True, block_mask=mask), want)
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_threads_change_nothing(dtype: torch.dtype):
+    """Long rows first, whoever takes them."""
+    q, k, v = (torch.randn(2, n, h, 32, dtype=dtype, requires_grad=True) for n, h in ((500, 4), (900, 2), (900, 2)))
+    mask = BlockMask(torch.rand(2, 4, 16, 8) < torch.linspace(0, 1, 16)[:, None], 500, 900, (32, 128))
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        out = flash_attn_func(q, k, v, block_mask=mask, causal=True)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_hidden_blocks_are_not_read():
     """NaN in keys that no query visits reaches nothing, but for those next to visited ones: a tile may hold both."""
     q, k, v = (torch.randn(1, 256, 1, 32, requires_grad=True) for _ in range(3))
