@@ -87,9 +87,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   const Backward call = build_backward(dout, dlse, q, k, v, out, statistics, bias, sink, options,
                                        {wants_dq, wants_dk, wants_dv, wants_dbias, wants_dsink});
   const BwdParams& params = call.params;
-  FLASH_CHECK(!params.block_mask.given(),
-              "attention_backward: the kernels take no block mask yet; call it outside of torch.compile, where PyTorch "
-              "code takes their place");
+  FLASH_CHECK(!params.block_mask.given() || !wants_dq || !deterministic,
+              "attention_backward: under a block mask the kernels add to dq in any order; call it outside of "
+              "torch.compile, where PyTorch code takes their place");
   const bool packed = params.rows_q.cu_seqlens.given();
   gpu::BwdPlan plan =
       gpu::plan_backward(params, packed ? max_seqlen_q : params.rows_q.rows, packed ? max_seqlen_k : params.rows_k.rows,
@@ -107,6 +107,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   launch.numbers = static_cast<float*>(numbers.data_ptr());
   const Tensor dq_sum = allocate(q, {wants_dq ? plan.memory.dq_sum : 0}, ScalarType::Float, true);
   if (wants_dq) launch.dq_sum = static_cast<float*>(dq_sum.data_ptr());
+  Tensor steps;  // of a block mask
+  if (params.block_mask.given()) {
+    steps = allocate(q, {divide_up(launch.tiles.bytes(), 4)}, ScalarType::Int, false);
+    launch.tiles.steps = static_cast<uint16_t*>(steps.data_ptr());
+  }
   const Tensor turns = allocate(q, {wants_dq && deterministic ? plan.memory.turns : 0}, ScalarType::Int, true);
   if (turns.numel() > 0) launch.turns = static_cast<int*>(turns.data_ptr());
   Tensor dbias = call.dbias;

@@ -149,7 +149,11 @@ BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_r
   const Card card = card_of(device);
   const Request request = request_of(params, bwd_variant_of(params), max_rows_k);
   std::optional<Choice> choice = choose_kernel(kBwdKeys, request, card, choose_bwd_tile);
-  if (!choice) return {choice, no_kernel("backward ", request, device, card), {}, {}};
+  if (!choice)
+    return {choice,
+            no_kernel("backward ", request, device, card) + (params.block_mask.given() ? " under a block mask" : ""),
+            {},
+            {}};
   if (const int tile = bwd_tile_by_hand; tile >= 0) {
     if (!bwd_tile_fits(choice->key, tile, card))
       return {choice, "no tile " + std::to_string(tile) + " of the chosen backward kernel fits the card", {}, {}};

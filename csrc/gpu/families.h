@@ -47,7 +47,6 @@ struct BwdLaunch {
   int* turns = nullptr;     // if turns are taken, of each row block: how many key blocks have added to it
   Broadcast dbias_sum;      // fp32
   BlockTiles tiles;         // of keys
-  BlockTiles row_tiles;     // of rows, where there are turns
 };
 
 // Launches return a cudaError_t.

@@ -73,7 +73,7 @@ inline bool bwd_tile_fits(KernelKey key, int tile, const Card& card) {
 inline std::optional<int> choose_bwd_tile(KernelKey key, const Card& card, const Request& request) {
   const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
   for (int i = 0; i < static_cast<int>(tiles.size()); ++i)
-    if (bwd_tile_fits(key, i, card) &&
+    if (bwd_tile_fits(key, i, card) && (request.block_rows == 0 || tiles[i].takes_blocks) &&
         (key.variant == Variant::biased || request.in_one_block(tiles[i].rows, tiles[i].keys)))
       return i;
   return std::nullopt;
@@ -239,7 +239,6 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
   launch.max_rows_q = max_rows_q;
   launch.max_rows_k = max_rows_k;
   launch.tiles = block_tiles(p, n_blocks, m_blocks);
-  launch.row_tiles = block_tiles(p, m_blocks, n_blocks);
   return launch;
 }
 

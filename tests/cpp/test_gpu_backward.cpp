@@ -9,6 +9,7 @@
 
 #include "gpu/mma_sync/bwd.cuh"
 #include "gpu/plan.h"
+#include "random_blocks.h"
 
 using namespace flash;
 
@@ -22,6 +23,7 @@ struct Options {
   double softcap = 0, dropout = 0;
   bool bias = false, mask = false, deterministic = false, empty_rows = false;
   bool far = false;  // some queries and keys are so large that logits pass 2^20
+  BlockOptions blocks;
 };
 
 struct Shape {
@@ -38,6 +40,7 @@ struct Call {
   std::vector<float> reference, log2_sum, dlse, sink, dsink, dbias;
   std::vector<double> true_dq, true_dk, true_dv, true_dbias, true_dsink;
   int64_t seed[2] = {77, -5};
+  RandomBlocks blocks;
   std::mt19937 generator{1};
 
   static float value(uint16_t x) { return ptx::unpack_low<kType>(x); }
@@ -53,7 +56,8 @@ struct Call {
     return {x.data(), rows * heads * shape.dim, heads * shape.dim, shape.dim};
   }
 
-  Call(const Shape& s, const Options& o) : shape(s) {
+  Call(const Shape& s, const Options& o) : shape(s), blocks(o.blocks, s.rows, s.keys, s.heads) {
+    p.block_mask = blocks.mask;
     const int64_t of_q = s.batch * s.rows * s.heads * s.dim, of_k = s.batch * s.keys * s.heads_k * s.dim;
     q = random(of_q), out = random(of_q), dout = random(of_q), dq = random(of_q);
     k = random(of_k), v = random(of_k), dk = random(of_k), dv = random(of_k);
@@ -126,7 +130,7 @@ struct Call {
     const double sink_logit = p.sink == nullptr ? -INFINITY : sink[h];
     double most = sink_logit;
     for (int64_t j = seen.begin; j < seen.end; ++j) {
-      if (p.mask.given() && !mask[i * n + j]) continue;
+      if ((p.mask.given() && !mask[i * n + j]) || !head_blocks(p, sequence(p, b), h).sees(i, j)) continue;
       double s = p.score.scale * dot(q, at_q, k, at_k(j));
       if (p.score.softcap > 0) {
         const double t = std::tanh(s / p.score.softcap);
@@ -196,6 +200,14 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   launch.numbers = &numbers.data()->x;
   launch.dq_sum = &dq_sum.data()->x;
   if (options.deterministic) launch.turns = turns.data();
+  std::vector<uint16_t> steps(launch.tiles.bytes() / 2);
+  if (p.block_mask.given()) {
+    launch.tiles.steps = steps.data();
+    const int64_t warps = launch.tiles.planes * launch.tiles.own_tiles;
+    cuda_on_cpu::launch(
+        static_cast<unsigned>(divide_up(32 * warps, kBlockTileThreads)), kBlockTileThreads,
+        [&] { block_tiles_kernel<true, BwdParams>(p, launch.tiles, F::kKeys, F::kRows); }, [] {});
+  }
   if (options.bias) {
     launch.dbias_sum = p.bias;
     launch.dbias_sum.data = call.dbias.data();
@@ -241,10 +253,21 @@ int main(int argc, char** /*argv*/) {
   test<KernelKey{kAmpere, kBf16, 64, biased}>("softcap below fp32", {1, 1, 1, 20, 40, 64}, {.softcap = 1e-50});
   test<KernelKey{kAmpere, kBf16, 96, biased}>("NaN in rows that see nothing", {1, 1, 1, 70, 70, 96},
                                               {.empty_rows = true});
+  const BlockOptions large{128, 128}, small{32, 16, 0.3}, some{16, 48, 0.5, true};
+  test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64, blocks", {1, 2, 1, 300, 300, 64},
+                                             {.causal = true, .blocks = large});
+  test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 64, small blocks", {1, 2, 1, 140, 140, 64}, {.blocks = small});
   test<KernelKey{kTuring, kFp16, 64, biased}>("Turing, dim 64", {1, 1, 1, 70, 70, 64}, all);
   if (argc == 1) {
     test<KernelKey{kAmpere, kBf16, 128, plain}>("dim 128", {1, 2, 1, 130, 140, 128},
                                                 {.left = 30, .deterministic = true});
+    test<KernelKey{kAmpere, kBf16, 64, dropout}>("dim 64, few blocks, dropout", {1, 4, 1, 200, 300, 64},
+                                                 {.dropout = 0.3, .blocks = {128, 128, 0.3}});
+    test<KernelKey{kAmpere, kBf16, 128, plain}>("dim 128, blocks", {2, 2, 2, 200, 300, 128}, {.blocks = {64, 128}});
+    test<KernelKey{kAmpere, kBf16, 64, biased}>("dim 64, elements, all options", {1, 2, 1, 140, 140, 64},
+                                                {.causal = true, .softcap = 3, .bias = true, .blocks = some});
+    test<KernelKey{kAmpere, kBf16, 64, plain}>("dim 64, nothing visited", {1, 1, 1, 70, 70, 64},
+                                               {.blocks = {128, 128, 0}});
     test<KernelKey{kAmpere, kBf16, 64, plain}, 1>("dim 64, less shared memory", {1, 1, 1, 70, 75, 64},
                                                   {.causal = true});
     test<KernelKey{kAmpere, kBf16, 64, plain}>("far queries", {1, 1, 1, 70, 140, 64}, {.far = true});

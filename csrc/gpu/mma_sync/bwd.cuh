@@ -11,6 +11,7 @@
 #include "gpu/mma_sync/bwd_gradients.cuh"
 #include "gpu/mma_sync/bwd_products.cuh"
 #include "gpu/mma_sync/bwd_rows.cuh"
+#include "gpu/passes/block_tiles.cuh"
 #include "gpu/tile/epilogue.cuh"
 
 namespace flash::mma_sync {
@@ -301,6 +302,7 @@ int launch_bwd_tile(const BwdParams& params, const BwdLaunch& launch, void* give
     static std::atomic<uint64_t> allowed{0};
     if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
       return error;
+    make_block_tiles<true>(params, launch.tiles, F::kKeys, F::kRows, stream);
     kernel<<<launch.blocks, F::kThreads, kSharedBytes, stream>>>(params, launch);
   }
   if (launch.dq_sum != nullptr && launch.m_blocks > 0 && blocks > 0)

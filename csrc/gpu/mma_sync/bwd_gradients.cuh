@@ -3,6 +3,7 @@
 
 #include "gpu/mma_sync/bwd_work.cuh"
 #include "gpu/ptx/order.cuh"
+#include "gpu/tile/block_tiles.cuh"
 #include "gpu/tile/score.cuh"
 
 namespace flash::mma_sync {
@@ -20,7 +21,11 @@ __device__ __forceinline__ GradientDropout<F::kM, F::kN> draw_dropout(const Grad
   GradientDropout<F::kM, F::kN> dropout;
   if constexpr (F::kDropout) {
     if (p.dropout.given())
-      dropout.draw(work.streams[(tile.head - work.first_head) % 2], tile.place, launch.threshold);
+      // A block mask may leave heads out, and then two of them share a place.
+      dropout.draw(F::kTile.takes_blocks && launch.tiles.steps != nullptr
+                       ? dropout_stream(p.dropout.seed, work.sequence.index, tile.head)
+                       : work.streams[(tile.head - work.first_head) % 2],
+                   tile.place, launch.threshold);
     else
       dropout.keep_all();
   }
@@ -156,6 +161,13 @@ __device__ __forceinline__ void apply_options(float (&rS)[F::kM][F::kN][4], floa
                                             softcap_of<float>(p.score),
                                             alibi_slope<float>(p.score, work.batch, tile.head),
                                             work.visibility.diagonal};
+  const bool hides_blocks = F::kTile.takes_blocks && launch.tiles.steps != nullptr &&
+                            !TileSteps(launch.tiles, work.batch, tile.head, work.n).is_full(place.query / F::kRows);
+  const auto block_sees = [&](int query, int key) {
+    const Sequence& s = work.sequence;
+    return MaskRow(p.block_mask, launch.tiles, s.index, tile.head, s.q.leftpad + query)
+        .sees(p.block_mask, launch.tiles, s.k.leftpad + key);
+  };
   float shifts[F::kN][2];
   numbers.shifts(shifts, tile.first_row, tile.lane);
 #pragma unroll
@@ -168,7 +180,8 @@ __device__ __forceinline__ void apply_options(float (&rS)[F::kM][F::kN][4], floa
       const int key = place.key + 16 * block + c / 2 * 8;
       float s = rS[block][n][c] * launch.scale, dp = rdP[block][n][c], derivative = 1;
       const bool seen = max(0, diagonal.begin + below) <= key && key < min(place.keys, diagonal.end + below) &&
-                        place.query + below < place.rows && options.apply(s, derivative, place.query + below, key);
+                        place.query + below < place.rows && options.apply(s, derivative, place.query + below, key) &&
+                        (!hides_blocks || block_sees(place.query + below, key));
       if (is_special) {
         const float reference = numbers.reference(tile.first_row + tile.lane % 4 * 2 + below);
         if (QueryNumbers::is_far(reference)) s -= reference;

@@ -5,6 +5,7 @@
 #include "gpu/mma_sync/bwd_work.cuh"
 #include "gpu/mma_sync/launch.cuh"
 #include "gpu/ptx/order.cuh"
+#include "gpu/tile/block_tiles.cuh"
 
 namespace flash::mma_sync {
 
@@ -42,6 +43,7 @@ struct RowStream {
 
   __device__ __forceinline__ RowBlockIndex first() {
     RowBlockIndex block{work.first_head, work.m_begin < work.m_end ? work.m_begin : -1, 0};
+    if (F::kTile.takes_blocks && launch.tiles.steps != nullptr && block.given()) block = visited(block);
     if (block.given()) {
       jump(block);
       store_dropout_stream(block.head);
@@ -50,6 +52,11 @@ struct RowStream {
   }
   __device__ __forceinline__ RowBlockIndex after(const RowBlockIndex& block) {
     RowBlockIndex next{block.head, block.m + 1, block.tile + 1};
+    if (F::kTile.takes_blocks && launch.tiles.steps != nullptr) {
+      next = visited(next);
+      if (next.given()) jump(next);
+      return next;
+    }
     if (next.m == work.m_end) {
       next.m = ++next.head == work.end_head ? -1 : work.m_begin;
       if (next.given()) {
@@ -58,6 +65,14 @@ struct RowStream {
       }
     }
     return next;
+  }
+  // The row block, or the first after it that a block mask visits.
+  __device__ __forceinline__ RowBlockIndex visited(RowBlockIndex block) {
+    for (;; block.m = work.m_begin) {
+      block.m = TileSteps(launch.tiles, work.batch, block.head, work.n).from(block.m);
+      if (block.m < work.m_end) return block;
+      if (++block.head == work.end_head) return {block.head, -1, 0};
+    }
   }
   // Others may still read that of the head before.
   __device__ __forceinline__ void store_dropout_stream(int head) {

@@ -77,6 +77,7 @@ struct BwdTile {
   int rows = 0, keys = 0, warps = 0, key_warps = 0, dq_row_warps = 0;
   int stages = 1;  // buffers for a block of Q and dO
   int ctas = 1;
+  bool takes_blocks = true;  // as above
 
   constexpr int threads() const { return 32 * warps; }
   constexpr int kv_bytes(int head_dim) const { return keys * head_dim * 2; }
@@ -92,11 +93,12 @@ struct BwdTile {
 using BwdTiles = std::array<BwdTile, 5>;
 
 constexpr BwdTiles bwd_tiles(KernelKey key) {
+  const bool takes_blocks = key.head_dim < 256 || (key.arch != Arch::sm75 && key.variant != Variant::plain);
   if (key.arch == Arch::sm75) {  // 64 KB
     if (key.head_dim <= 64) return {{{64, 64, 4, 2, 2, 1}}};
     if (key.head_dim <= 128) return {{{32, 64, 4, 2, 2, 1}}};
     if (key.head_dim <= 192) return {{{32, 32, 4, 2, 2, 1}}};
-    return {{{32, 16, 2, 1, 1, 1}}};
+    return {{{32, 16, 2, 1, 1, 1, 1, takes_blocks}}};
   }
   if (key.head_dim <= 64) {
     if (key.variant >= Variant::dropout) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
@@ -111,7 +113,7 @@ constexpr BwdTiles bwd_tiles(KernelKey key) {
     return {{{64, 128, 8, 4, 2, 2}, {64, 64, 8, 2, 2, 1}, kTwoCtas}};
   }
   if (key.head_dim <= 192) return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
-  return {{{64, 64, 8, 2, 2, 2}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
+  return {{{64, 64, 8, 2, 2, 2, 1, takes_blocks}, {64, 64, 8, 2, 2, 1}, {32, 32, 4, 2, 2, 1}}};
 }
 
 }  // namespace flash::mma_sync
