@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import signal
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import start_program
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
@@ -100,8 +100,7 @@ def test_cachegrinds_report_is_read(bench: ModuleType) -> None:
 def test_an_interrupted_run_keeps_its_points(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "points.md"
     command = [sys.executable, str(BENCHMARKS / "bench_cache_misses.py"), "--lengths", "512", "4096", "--jobs", "1"]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
-    run = subprocess.Popen([*command, "--out", str(out)], env=environment, stderr=subprocess.PIPE, text=True)
+    run = start_program([*command, "--out", str(out)], stderr=subprocess.PIPE)
     assert run.stderr is not None
     seen = ""
     while "| 1/" not in seen and (character := run.stderr.read(1)):  # the progress bar: a point is there

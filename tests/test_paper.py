@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 import cases
 import pytest
 import torch
+from programs import start_program
 from test_threads import run_script
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,7 +29,6 @@ from flash_attn.paper import __main__ as program
 from flash_attn.paper import contenders, fig2, fig3, ncu, numerics, options, report, traffic
 from flash_attn.paper.contenders import Setting
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--batch", "1", "--heads", "1", "--dim", "16", "--seconds", "0.01", "--device", "cpu"]
 
 
@@ -125,8 +124,7 @@ def test_a_failure_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
 
 def interrupt_when(started: Callable[[], bool], command: list[str]) -> tuple[int, str]:
     """Exit status and output of a command that gets Ctrl-C when it has come that far."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = start_program(command, {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     end = time.monotonic() + 100
     while not started() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
