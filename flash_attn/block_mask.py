@@ -474,23 +474,23 @@ def _kinds_of_elements(
     return kinds.to(torch.int32), patterns.reshape(-1, rows, keys).contiguous()
 
 
-def _flatten(mask: BlockMask) -> tuple[list[Tensor], tuple[int, int]]:
-    return [mask.kinds, mask.patterns, mask.key_lists, mask.query_lists], (mask.seqlen_q, mask.seqlen_k)
+def _flatten(mask: BlockMask) -> tuple[list[Tensor], list[int]]:  # a list comes back from JSON as itself
+    return [mask.kinds, mask.patterns, mask.key_lists, mask.query_lists], [mask.seqlen_q, mask.seqlen_k]
 
 
-def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple], tuple[int, int]]:
-    tensors, lengths = _flatten(mask)
-    names = ("kinds", "patterns", "key_lists", "query_lists")
+def _flatten_with_keys(mask: BlockMask) -> tuple[list[tuple], list[int]]:
+    names, (tensors, lengths) = ("kinds", "patterns", "key_lists", "query_lists"), _flatten(mask)
     return [(_pytree.GetAttrKey(n), x) for n, x in zip(names, tensors, strict=True)], lengths
 
 
-def _unflatten(tensors: Sequence[Tensor], lengths: tuple[int, int]) -> BlockMask:
+def _unflatten(tensors: Sequence[Tensor], lengths: Sequence[int]) -> BlockMask:
     mask = BlockMask.__new__(BlockMask)
     mask._keep(*tensors, *lengths)
     return mask
 
 
-# So that a mask can be an argument of exported and transformed functions.
+# So that a mask can be an argument of exported and transformed functions, and be loaded with them.
+torch.serialization.add_safe_globals([BlockMask])
 _pytree.register_pytree_node(
     BlockMask,
     _flatten,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_attn.dropout import high_word, low_word, philox4x32
+
 
 class Grid(NamedTuple):
     """The blocks of a mask; its last rows and columns may be cut off by the lengths."""
@@ -70,16 +72,17 @@ def longformer(grid: Grid, window: tuple[int, int], global_tokens: int) -> Tenso
 
 
 def bigbird(grid: Grid, window_blocks: int, global_blocks: int, random_blocks: int, heads: int, seed: int) -> Tensor:
-    """(heads, m, n). Drawn on the CPU, so that a seed means the same mask on every device."""
+    """(heads, m, n). Drawn by Philox, so that a seed means the same mask on every device, and under torch.compile."""
     rows, columns = grid.size
-    m, n = torch.arange(rows)[:, None], torch.arange(columns)
+    m, n = torch.arange(rows, device=grid.device)[:, None], torch.arange(columns, device=grid.device)
     centre = m * columns // max(1, rows)
     fixed = ((n - centre).abs() <= (window_blocks - 1) // 2) & (window_blocks > 0)
     fixed = fixed | (m < global_blocks) | (n < global_blocks)
-    scores = torch.rand(heads, rows, columns, generator=torch.Generator().manual_seed(seed)).masked_fill(fixed, -1)
-    chosen = scores.argsort(-1, descending=True)[..., :random_blocks]
-    blocks = fixed.expand(heads, rows, columns).scatter(-1, chosen, True)
-    return blocks.to(grid.device) if grid.device is not None else blocks
+    head = torch.arange(heads, device=grid.device).view(-1, 1, 1)
+    zero = torch.zeros_like(head + m + n)
+    scores = philox4x32((head + zero, m + zero, n + zero, zero), (low_word(zero + seed), high_word(zero + seed)))[0]
+    chosen = scores.masked_fill(fixed, -1).argsort(stable=True, dim=-1, descending=True)[..., :random_blocks]
+    return fixed.expand(heads, rows, columns).scatter(-1, chosen, True)
 
 
 def butterfly(grid: Grid, max_stride: int | None) -> Tensor:

@@ -74,8 +74,8 @@ def flash_blocksparse_attn_func(
     """
     q, k, v = checks.packed("qkv", qkv, 3, is_varlen=True)
     max_s = checks.length("max_s", max_s)
+    checks.require_tensor("blockmask", blockmask)
     visited = blockmask != 0 if convert_mask else revert_blockmask(blockmask)
-    checks.require_tensor("blockmask", visited)
     m, n = (-(-max_s // size) for size in BLOCK_SIZE)
     fits = 2 <= visited.dim() <= 4 and visited.shape[-2] >= m and visited.shape[-1] >= n
     checks.require(

@@ -73,7 +73,7 @@ def flash_attn_func(
     Returns:
         out (batch, seqlen_q, heads, dim_v) in q's dtype. lse, the log-sum-exp of the logits (natural log, sink
         included), (batch, heads, seqlen_q), fp32 (fp64 for fp64), differentiable. A query that sees nothing, or is
-        padding: out 0, lse -inf, gradients 0.
+        padding: out 0, lse -inf (with a sink, the sink, unless it is padding), gradients 0.
 
     Raises:
         RuntimeError: shapes, dtypes or devices of tensors, or the contents of lengths. ValueError: other options.

@@ -118,6 +118,9 @@ def test_bigbird():
     assert ((blocks & ~fixed).sum(-1)[:, 1:] == 3).all() and not torch.equal(blocks[0], blocks[1])
     assert torch.equal(mask.kinds, BlockMask.bigbird(640, 640, heads=3, seed=5, block_size=32).kinds)
     assert not torch.equal(mask.kinds, BlockMask.bigbird(640, 640, heads=3, seed=6, block_size=32).kinds)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda: BlockMask.bigbird(640, 640, heads=3, seed=5, block_size=32).kinds, backend="eager")
+    assert torch.equal(compiled(), mask.kinds)
 
 
 def test_flex():
@@ -179,7 +182,7 @@ class _Attend(torch.nn.Module):
         return flash_attn_func(q, q, q, block_mask=self.mask if mask is None else mask)
 
 
-def test_a_mask_from_outside_in_compiled_and_exported_functions():
+def test_a_mask_from_outside_in_compiled_and_exported_functions(tmp_path):
     """As an argument, in a closure, as an attribute. (Built inside: tests/test_pytorch.py.)"""
     q = torch.randn(2, 40, 2, 8)
     mask = BlockMask(torch.rand(2, 2, 3, 2) < 0.6, 40, 40, (16, 32), element_mask=torch.rand(40, 40) < 0.8)
@@ -187,7 +190,10 @@ def test_a_mask_from_outside_in_compiled_and_exported_functions():
     for module, inputs in ((_Attend(None), (q, mask)), (_Attend(mask), (q,))):
         torch._dynamo.reset()
         assert torch.equal(torch.compile(module, fullgraph=True, backend="aot_eager")(*inputs), want)
-        assert torch.equal(torch.export.export(module, inputs).module()(*inputs), want)
+        program = torch.export.export(module, inputs)
+        assert torch.equal(program.module()(*inputs), want)
+        torch.export.save(program, tmp_path / "program.pt2")
+        assert torch.equal(torch.export.load(tmp_path / "program.pt2").module()(*inputs), want)
     torch._dynamo.reset()
     closure = torch.compile(lambda q: _Attend(mask)(q), fullgraph=True, backend="aot_eager")
     assert torch.equal(closure(q), want)

@@ -133,7 +133,8 @@ EDGES = torch.tensor([0, 20])
 ONES = torch.ones(2, 1)
 REFUSED = {
     "too few rows": (lambda: flash_blocksparse_attn_func(QKV, EDGES, ONES[:1], 0.0, 20), RuntimeError, "2 × 1"),
-    "no tensor": (lambda: flash_blocksparse_attn_func(QKV, EDGES, [[1]], 0.0, 20), TypeError, "blockmask"),
+    "no tensor": (lambda: flash_blocksparse_attn_func(QKV, EDGES, [[1]], 0.0, 20), TypeError, "got list"),
+    "nothing": (lambda: flash_blocksparse_attn_func(QKV, EDGES, None, 0.0, 20), TypeError, "got NoneType"),
     "dense qkv": (lambda: flash_blocksparse_attn_func(QKV[None], EDGES, ONES, 0.0, 20), RuntimeError, "qkv"),
     "dropout": (lambda: flash_blocksparse_attn_func(QKV, EDGES, ONES, 2.0, 20), ValueError, "dropout_p"),
     "weights": (lambda: FlashBlocksparseAttention(Layout())(QKV[None], need_weights=True), NotImplementedError, ""),

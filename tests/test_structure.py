@@ -105,7 +105,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "problem": set(),
     "dropout": {"problem"},
     "checks": {"problem"},
-    "block_patterns": set(),
+    "block_patterns": {"dropout"},  # its Philox
     "block_mask": {"block_patterns", "checks", "problem"},
     "_ops": {"problem", "dropout"},
     "reference": {"block_patterns", "problem", "dropout"},
