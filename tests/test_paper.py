@@ -181,8 +181,8 @@ def test_wrong_arguments_are_refused(arguments: str, message: str, capsys: pytes
     assert refusal.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         program.main(["fig2", "--device", "cuda"])
     assert "--device cuda: torch sees no GPU" in capsys.readouterr().err

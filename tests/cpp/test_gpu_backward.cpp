@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "block_tile_steps.h"
 #include "gpu/mma_sync/bwd.cuh"
 #include "gpu/plan.h"
 #include "random_blocks.h"
@@ -200,14 +201,7 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   launch.numbers = &numbers.data()->x;
   launch.dq_sum = &dq_sum.data()->x;
   if (options.deterministic) launch.turns = turns.data();
-  std::vector<uint16_t> steps(launch.tiles.bytes() / 2);
-  if (p.block_mask.given()) {
-    launch.tiles.steps = steps.data();
-    const int64_t warps = launch.tiles.planes * launch.tiles.own_tiles;
-    cuda_on_cpu::launch(
-        static_cast<unsigned>(divide_up(32 * warps, kBlockTileThreads)), kBlockTileThreads,
-        [&] { block_tiles_kernel<true, BwdParams>(p, launch.tiles, F::kKeys, F::kRows); }, [] {});
-  }
+  const std::vector<uint16_t> steps = make_steps<true>(p, launch, F::kKeys, F::kRows);
   if (options.bias) {
     launch.dbias_sum = p.bias;
     launch.dbias_sum.data = call.dbias.data();

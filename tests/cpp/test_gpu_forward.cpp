@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "block_tile_steps.h"
 #include "gpu/mma_sync/fwd.cuh"
 #include "gpu/plan.h"
 #include "random_blocks.h"
@@ -82,14 +83,7 @@ static void test(const char* name, int64_t rows, int64_t keys, int64_t dim, cons
   const HeadBlocks mask = head_blocks(p, whole, 0);
 
   FwdLaunch launch = *make_launch(p, {kKey, kTile}, p.rows_q.rows, p.rows_k.rows, 40 << 20);
-  std::vector<uint16_t> steps(launch.tiles.bytes() / 2);
-  if (p.block_mask.given()) {
-    launch.tiles.steps = steps.data();
-    const int64_t warps = launch.tiles.planes * launch.tiles.own_tiles;
-    cuda_on_cpu::launch(
-        static_cast<unsigned>(divide_up(32 * warps, kBlockTileThreads)), kBlockTileThreads,
-        [&] { block_tiles_kernel<false, FwdParams>(p, launch.tiles, F::kRows, F::kKeys); }, [] {});
-  }
+  const std::vector<uint16_t> steps = make_steps<false>(p, launch, F::kRows, F::kKeys);
   cuda_on_cpu::launch(
       launch.blocks, F::kThreads,
       [&] { mma_sync::fwd_kernel<kKey.arch, kType, kKey.head_dim, kKey.variant, kTile, F::kThreads, 1>(p, launch); },

@@ -82,46 +82,51 @@ __device__ __forceinline__ void scale_and_modify(float (&rS)[kM][kN][4], const F
   }
 }
 
+// body(m, half, row) for the rows of a thread's fragments that there are.
+template <int kM, class Body>
+__device__ __forceinline__ void for_each_row(const FragmentPlace& place, const Body& body) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (const int row = place.row + 16 * m + 8 * half; row < place.rows) body(m, half, row);
+}
+
 // S += bias; -inf where the mask says so. Nothing outside the sequence is read.
 template <DataType kType, int kM, int kN>
 __device__ __forceinline__ void add_bias_and_mask(float (&rS)[kM][kN][4], const FragmentPlace& place,
                                                   const AttentionParams& p, const Sequence& sequence, int64_t head,
                                                   int first_key) {
   const int first_column = first_key + place.column;
+  for_each_row<kM>(place, [&](int m, int half, int row) {
+    const int64_t tensor_row = sequence.q.leftpad + row, tensor_column = sequence.k.leftpad + first_column;
+    if (p.bias.given()) {
+      const int64_t offset = p.bias.offset(sequence.index, head, tensor_row, tensor_column);
 #pragma unroll
-  for (int m = 0; m < kM; ++m)
+      for (int n = 0; n < kN; ++n)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = place.row + 16 * m + 8 * half;
-      if (row >= place.rows) continue;
-      const int64_t tensor_row = sequence.q.leftpad + row, tensor_column = sequence.k.leftpad + first_column;
-      if (p.bias.given()) {
-        const int64_t offset = p.bias.offset(sequence.index, head, tensor_row, tensor_column);
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int column = 8 * n + c;
-            if (first_column + column >= place.keys) continue;
-            const int64_t at = offset + column * p.bias.column_stride;
-            rS[m][n][2 * half + c] += p.bias.dtype == DataType::kFloat32
-                                          ? static_cast<const float*>(p.bias.data)[at]
-                                          : ptx::unpack_low<kType>(static_cast<const uint16_t*>(p.bias.data)[at]);
-          }
-      }
-      if (p.mask.given()) {
-        const int64_t offset = p.mask.offset(sequence.index, head, tensor_row, tensor_column);
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int column = 8 * n + c;
-            if (first_column + column >= place.keys) continue;
-            if (static_cast<const uint8_t*>(p.mask.data)[offset + column * p.mask.column_stride] == 0)
-              rS[m][n][2 * half + c] = -INFINITY;
-          }
-      }
+        for (int c = 0; c < 2; ++c) {
+          const int column = 8 * n + c;
+          if (first_column + column >= place.keys) continue;
+          const int64_t at = offset + column * p.bias.column_stride;
+          rS[m][n][2 * half + c] += p.bias.dtype == DataType::kFloat32
+                                        ? static_cast<const float*>(p.bias.data)[at]
+                                        : ptx::unpack_low<kType>(static_cast<const uint16_t*>(p.bias.data)[at]);
+        }
     }
+    if (p.mask.given()) {
+      const int64_t offset = p.mask.offset(sequence.index, head, tensor_row, tensor_column);
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int column = 8 * n + c;
+          if (first_column + column >= place.keys) continue;
+          if (static_cast<const uint8_t*>(p.mask.data)[offset + column * p.mask.column_stride] == 0)
+            rS[m][n][2 * half + c] = -INFINITY;
+        }
+    }
+  });
 }
 
 // S = -inf where the block mask hides the key.
@@ -130,19 +135,14 @@ __device__ __forceinline__ void hide_blocks(float (&rS)[kM][kN][4], const Fragme
                                             const BlockTiles& tiles, const Sequence& sequence, int64_t head,
                                             int first_key) {
   const int64_t first_column = sequence.k.leftpad + first_key + place.column;
+  for_each_row<kM>(place, [&](int m, int half, int row) {
+    const MaskRow of_row(mask, tiles, sequence.index, head, sequence.q.leftpad + row);
 #pragma unroll
-  for (int m = 0; m < kM; ++m)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = place.row + 16 * m + 8 * half;
-      if (row >= place.rows) continue;
-      const MaskRow of_row(mask, tiles, sequence.index, head, sequence.q.leftpad + row);
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (!of_row.sees(mask, tiles, first_column + 8 * n + c)) rS[m][n][2 * half + c] = -INFINITY;
-    }
+      for (int c = 0; c < 2; ++c)
+        if (!of_row.sees(mask, tiles, first_column + 8 * n + c)) rS[m][n][2 * half + c] = -INFINITY;
+  });
 }
 
 }  // namespace flash
