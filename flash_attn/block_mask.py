@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from flash_attn import block_patterns, checks
-from flash_attn.block_patterns import visit_lists
+from flash_attn.block_patterns import FIRST_PATTERN, FULL, HIDDEN, visible_elements, visit_lists
 from flash_attn.problem import BlockLists
 
-HIDDEN, FULL, FIRST_PATTERN = 0, 1, 2  # kinds, as in csrc/common/block_mask.h
 DEFAULT_BLOCK_SIZE = (128, 128)
 
 
@@ -148,15 +147,8 @@ class BlockMask:
             self.kinds.device == other.kinds.device, "the second mask", other.kinds, "must be on the first's device"
         )
         _check_leading("the second mask", other.kinds, self.kinds)
-        a, b = torch.broadcast_tensors(self.kinds, other.kinds)
-        count_a, count_b = self.patterns.shape[0], other.patterns.shape[0]
-        pairs = (self.patterns[:, None] | other.patterns[None]).flatten(0, 1)
-        moved_b = b + torch.where(b >= FIRST_PATTERN, count_a, 0)
-        pair = (a - FIRST_PATTERN) * count_b + (b - FIRST_PATTERN) + (count_a + count_b + FIRST_PATTERN)
-        either = torch.where((a == FULL) | (b == FULL), FULL, torch.where(b == HIDDEN, a, moved_b))
-        kinds = torch.where((a >= FIRST_PATTERN) & (b >= FIRST_PATTERN), pair, either)
-        patterns = torch.cat([self.patterns, other.patterns, pairs])
-        return BlockMask._from_kinds(kinds.to(torch.int32), patterns, self.seqlen_q, self.seqlen_k)
+        kinds, patterns = block_patterns.union(self.kinds, self.patterns, other.kinds, other.patterns)
+        return BlockMask._from_kinds(kinds, patterns, self.seqlen_q, self.seqlen_k)
 
     # ---- Reading it: these wait for the device ----------------------------------------------------------------------
 
@@ -350,6 +342,8 @@ class BlockMask:
             checks.length(n, x) for n, x in zip(names, (window_blocks, global_blocks, random_blocks), strict=True)
         ]
         heads = checks.integer("heads", heads, 1, "must be at least 1")
+        odd_or_none = window_blocks == 0 or window_blocks % 2 == 1
+        checks.require_option(odd_or_none, "window_blocks", window_blocks, "must be an odd number, or 0")
         seed = checks.length("seed", seed)
         return cls._of_pattern(block_patterns.bigbird, seqlen_q, seqlen_k, block_size, device, *numbers, heads, seed)
 
@@ -396,9 +390,7 @@ class BlockMask:
         def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             b = b if kinds.shape[0] > 1 else b * 0
             kind = kinds[b, h if kinds.shape[1] > 1 else h * 0, i // rows, j // keys]
-            if patterns.shape[0] == 0:
-                return kind == FULL
-            return (kind == FULL) | ((kind >= FIRST_PATTERN) & patterns[(kind - 2).clamp(min=0), i % rows, j % keys])
+            return visible_elements(kind, patterns, i, j)
 
         partial, full = (visit_lists(blocks) for blocks in (self.partial_blocks, self.full_blocks))
         lists = [x for y in (partial, full) for x in (y[..., 0], y[..., 1:] % kinds.shape[-1])]

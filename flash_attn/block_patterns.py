@@ -9,6 +9,8 @@ from torch import Tensor
 
 from flash_attn.dropout import high_word, low_word, philox4x32
 
+HIDDEN, FULL, FIRST_PATTERN = 0, 1, 2  # kinds, as in csrc/common/block_mask.h
+
 
 class Grid(NamedTuple):
     """The blocks of a mask; its last rows and columns may be cut off by the lengths."""
@@ -34,11 +36,31 @@ def visible_elements(kinds: Tensor, patterns: Tensor, rows: Tensor, columns: Ten
 
     rows, columns: the elements' places, (rows, 1) and (columns,): whole rows and columns of the mask.
     """
-    visible = kinds == 1
+    visible = kinds == FULL
     if patterns.shape[0] == 0:
         return visible
     _, block_rows, block_keys = patterns.shape
-    return visible | ((kinds >= 2) & patterns[(kinds - 2).clamp(min=0).long(), rows % block_rows, columns % block_keys])
+    number = (kinds - FIRST_PATTERN).clamp(min=0).long()
+    return visible | ((kinds >= FIRST_PATTERN) & patterns[number, rows % block_rows, columns % block_keys])
+
+
+def union(kinds_a: Tensor, patterns_a: Tensor, kinds_b: Tensor, patterns_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Kinds and patterns of what either of two masks makes visible. Where both have a pattern, the result has one of
+    its own: for each pair of patterns, or for each block, whichever are fewer."""
+    a, b = torch.broadcast_tensors(kinds_a, kinds_b)
+    count_a, count_b = patterns_a.shape[0], patterns_b.shape[0]
+    number_a, number_b = ((kinds - FIRST_PATTERN).clamp(min=0).long() for kinds in (a, b))
+    if count_a * count_b <= a.numel():
+        both = (patterns_a[:, None] | patterns_b[None]).flatten(0, 1)
+        pair = number_a * count_b + number_b
+    else:
+        both = (patterns_a[number_a] | patterns_b[number_b]).flatten(0, -3)
+        pair = torch.arange(a.numel(), device=a.device).view(a.shape)
+    moved_b = torch.where(b >= FIRST_PATTERN, b + count_a, b)
+    either = torch.where((a == FULL) | (b == FULL), FULL, torch.where(b == HIDDEN, a, moved_b))
+    in_both = (a >= FIRST_PATTERN) & (b >= FIRST_PATTERN)
+    kinds = torch.where(in_both, pair + (count_a + count_b + FIRST_PATTERN), either)
+    return kinds.to(torch.int32), torch.cat([patterns_a, patterns_b, both])
 
 
 def visit_lists(visited: Tensor) -> Tensor:
@@ -74,7 +96,7 @@ def longformer(grid: Grid, window: tuple[int, int], global_tokens: int) -> Tenso
 def bigbird(grid: Grid, window_blocks: int, global_blocks: int, random_blocks: int, heads: int, seed: int) -> Tensor:
     """(heads, m, n). Drawn by Philox, so that a seed means the same mask on every device, and under torch.compile."""
     rows, columns = grid.size
-    m, n = torch.arange(rows, device=grid.device)[:, None], torch.arange(columns, device=grid.device)
+    m, n = grid.numbers()
     centre = m * columns // max(1, rows)
     fixed = ((n - centre).abs() <= (window_blocks - 1) // 2) & (window_blocks > 0)
     fixed = fixed | (m < global_blocks) | (n < global_blocks)

@@ -97,8 +97,7 @@ class FlashBlocksparseAttention(nn.Module):
             return attend(qkv, cu_seqlens, max_s), None
         batch, seqlen = qkv.shape[:2]
         if key_padding_mask is None:
-            edges = torch.arange(0, (batch + 1) * seqlen, max(1, seqlen), dtype=torch.int32, device=qkv.device)
-            edges = edges[: batch + 1] if seqlen > 0 else edges.new_zeros(batch + 1)
+            edges = torch.arange(batch + 1, dtype=torch.int32, device=qkv.device) * seqlen
             return attend(qkv.flatten(0, 1), edges, seqlen).unflatten(0, (batch, seqlen)), None
         real = getattr(key_padding_mask, "bool_matrix", key_padding_mask)
         rows, indices, cu_seqlens, longest, _ = unpad_input(qkv, real)

@@ -157,6 +157,14 @@ def test_pictures(tmp_path):
     assert (pyplot.imread(path) * 255).round().astype(int).tolist() == [[0, 128, 255], [0, 0, 128]]
 
 
+def test_a_union_of_elements_is_no_larger_than_they_are():
+    """Two masks with a pattern for each of 32² blocks: not 32⁴ patterns of their union."""
+    a, b = (BlockMask.from_dense(torch.rand(512, 512) < share, (16, 16)) for share in (0.3, 0.6))
+    union = a | b
+    assert torch.equal(union.to_dense(), a.to_dense() | b.to_dense())
+    assert union.patterns.shape[0] == 3 * 32**2
+
+
 def test_memory_does_not_grow_with_elements():
     """64k × 64k: 16 bytes a block at most, 4 MiB, instead of 4 GiB."""
     mask = BlockMask.causal(1 << 16, 1 << 16)

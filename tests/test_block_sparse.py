@@ -94,6 +94,7 @@ REFUSED = {
     "max_stride 3": (lambda: BlockMask.butterfly(40, 40, max_stride=3), ValueError, "max_stride", "3"),
     "window": (lambda: BlockMask.local(40, 40, (-2, 0)), ValueError, "window_size", "-2"),
     "global tokens": (lambda: BlockMask.longformer(40, 40, (1, 1), -1), ValueError, "global_tokens", "-1"),
+    "even window": (lambda: BlockMask.bigbird(40, 40, window_blocks=2), ValueError, "window_blocks", "2"),
     "no heads": (lambda: BlockMask.bigbird(40, 40, heads=0), ValueError, "heads", "0"),
     "no flex": (lambda: BlockMask.from_flex(BLOCKS), TypeError, "flex", "Tensor"),
 }  # fmt: skip

@@ -107,7 +107,7 @@ def test_less_shared_memory(shared_kb, dim, causal, limited_card):
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("dim", (64, 96, 128, 192, 256))
 def test_every_tile_of_backward(dim, causal, deterministic):
-    """Those that no card of this size would choose, too; and turns with more key blocks than a circle has."""
+    """Those that no card of this size would choose, too; and turns of many key blocks."""
     q, k, v = (x.requires_grad_() for x in qkv(batch=1, seqlen_q=700, seqlen_k=4300, heads=4, dim=dim))
     out = flash_attn_func(q, k, v, causal=causal, deterministic=deterministic, backend="mma_sync")
     dout = torch.randn_like(out)

@@ -64,20 +64,15 @@ def test_fig2(tmp_path: Path) -> None:
     blocks = found["tables"]["blocks"]
     assert [r["B_c"] for r in blocks] == [64, 128, 256, 512] and blocks[0]["model_GB"] > 2 * blocks[2]["model_GB"]
     assert "No measured GB: DRAM bytes are counted on a GPU alone." in found["notes"] and "| 0.1 |" in text
-    if contenders.unavailable("block-sparse"):
-        assert any(note.startswith("No sweep of the sparsity") for note in found["notes"])
-    else:
-        assert [r["density"] for r in found["tables"]["sparsity"]] == [0.125, 0.25, 0.375, 0.625, 0.75, 1.0]
+    assert [r["density"] for r in found["tables"]["sparsity"]] == [0.125, 0.25, 0.375, 0.625, 0.75, 1.0]
 
 
 def test_fig3(tmp_path: Path) -> None:
     text, found = run(tmp_path, "fig3", "--lengths", "256", "64", "--attentions", "flash", "block-sparse")
     points = [(r["attention"], r["seqlen"]) for r in found["tables"]["points"]]
-    assert points[:2] == [("flash", 64), ("flash", 256)]
+    assert points == [(name, n) for name in ("flash", "block-sparse") for n in (64, 256)]
     assert all(r["ms"] > 0 for r in found["tables"]["points"])
     assert "padding mask" in text
-    if contenders.unavailable("block-sparse"):
-        assert "No block-sparse: this flash_attn has no block-sparse attention yet." in found["notes"]
 
 
 def test_numerics(tmp_path: Path) -> None:
@@ -92,16 +87,15 @@ def test_numerics(tmp_path: Path) -> None:
 
 def test_sweeps_go_on_without_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    gone = {"flash_attn.block_mask", "local_attention", "linformer", "performer_pytorch", "reformer_pytorch"}
+    gone = {"local_attention", "linformer", "performer_pytorch", "reformer_pytorch"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else real(name))
     monkeypatch.setattr(fig3.Memory, "peak", lambda *_: 1 << 20)
     _, found = run(
-        tmp_path, "fig3", "--lengths", "64", "--attentions", "block-sparse", "local", "linformer", "performer",
-        "reformer", "standard",
+        tmp_path, "fig3", "--lengths", "64", "--attentions", "local", "linformer", "performer", "reformer", "standard",
     )  # fmt: skip
     assert {r["attention"] for r in found["tables"]["points"]} == {"standard"}
     assert "No linformer: the package linformer is not installed (pip install 'flash-attn[paper]')." in found["notes"]
-    assert len([note for note in found["notes"] if note.startswith("No ")]) == 5
+    assert len([note for note in found["notes"] if note.startswith("No ")]) == 4
 
 
 def test_a_failure_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ struct RealArithmetic {
   using Keys = RowOperand<Real>;                  // rows of K or V, or what their columns are
   struct ThreadState {};                          // what a thread sets up for an item
   static constexpr int64_t kKeyStep = kRowBlock;  // a part of a packed tile of keys begins at a multiple of this
-  static constexpr int64_t kTileStep = 1;         // the keys of a tile may be any multiple of it
   static constexpr int64_t kKeyPad = 1;           // products write whole multiples of this many keys
   static constexpr bool kFused = false;           // whether there is a scores_to_weights
   static constexpr int64_t kGroupPanels = 4;      // of queries that go through the products together

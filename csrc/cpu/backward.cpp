@@ -180,7 +180,7 @@ class MainPass {
     }
   }
 
-  // From the first key of `among` that some row of a query tile sees to the last.
+  // From the first visited key of `among` to the last that some row of a query tile could see without a block mask.
   static Range keys_of_tile(const HeadContext<Real>& head, Range rows, Range among) {
     Range seen = intersect(among, head.visibility.keys_of_any(rows));
     if (!seen.empty()) seen.begin = head.blocks.next_key(rows, seen.begin);
@@ -192,7 +192,7 @@ class MainPass {
     return intersect({block * size_.rows, (block + 1) * size_.rows}, {0, unit.sequence->q.length});
   }
 
-  // Packs the tiles of a chunk's keys that some row of the query tiles sees; other keys are not read.
+  // Packs the keys of a chunk that `keys_of_tile` has for some query tile; others are not read.
   void pack_keys(const KeyHead& unit, Range chunk, int64_t first_tile, int64_t end_tile,
                  const WorkerBuffers& buffers) const {
     const Rows& k = unit.sequence->k;

@@ -20,7 +20,7 @@ struct Bf16Arithmetic {
     ThreadState& operator=(const ThreadState&) = delete;
   };
 
-  static constexpr int64_t kKeyStep = 32, kTileStep = 32, kKeyPad = 32, kGroupPanels = 2;
+  static constexpr int64_t kKeyStep = 32, kKeyPad = 32, kGroupPanels = 2;
   static constexpr bool kFused = true;
   static constexpr bool kInPlace = false;
 

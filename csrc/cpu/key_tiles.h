@@ -24,7 +24,7 @@ int64_t fit_blocks(int64_t keys, int64_t longest_k, const BlockMask& mask) {
   int64_t parts = divide_up(mask.keys, keys);
   while (mask.keys % parts != 0) ++parts;
   const int64_t part = mask.keys / parts, fitted = keys / part * part;
-  return fitted % Arithmetic::kTileStep == 0 ? fitted : keys;
+  return fitted % Arithmetic::kKeyPad == 0 ? fitted : keys;
 }
 
 // One key/value head of one sequence, and its place in a wave.

@@ -155,11 +155,14 @@ BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_r
             {},
             {}};
   if (const int tile = bwd_tile_by_hand; tile >= 0) {
-    if (!bwd_tile_fits(choice->key, tile, card))
-      return {choice, "no tile " + std::to_string(tile) + " of the chosen backward kernel fits the card", {}, {}};
+    if (!bwd_tile_fits(choice->key, tile, card, request))
+      return {choice,
+              "no tile " + std::to_string(tile) + " of the chosen backward kernel fits the card and the call",
+              {},
+              {}};
     choice->tile = tile;
   }
-  auto launch = make_bwd_launch(params, *choice, max_rows_q, max_rows_k, card, takes_turns);
+  auto launch = make_bwd_launch(params, *choice, max_rows_q, max_rows_k, card.l2_bytes, takes_turns);
   if (!launch) return {choice, kTooMany, {}, {}};
   launch->device = device;
   return {choice, "", *launch, bwd_memory(*launch, params, *choice)};

@@ -63,19 +63,20 @@ inline std::optional<int> choose_tile(KernelKey key, const Card& card, const Req
   return fits;
 }
 
-inline bool bwd_tile_fits(KernelKey key, int tile, const Card& card) {
+// Whether a backward tile is there, fits the card, and can serve the request's block mask.
+inline bool bwd_tile_fits(KernelKey key, int tile, const Card& card, const Request& request) {
   const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
-  return tile < static_cast<int>(tiles.size()) && tiles[tile].rows > 0 &&
-         tiles[tile].shared_bytes(key.head_dim) + mma_sync::kStaticShared <= card.block_shared;
+  if (tile >= static_cast<int>(tiles.size()) || tiles[tile].rows == 0) return false;
+  const mma_sync::BwdTile& t = tiles[tile];
+  return t.shared_bytes(key.head_dim) + mma_sync::kStaticShared <= card.block_shared &&
+         (request.block_rows == 0 || t.takes_blocks) &&
+         (key.variant == Variant::biased || request.in_one_block(t.rows, t.keys));
 }
 
-// The same of backward: the first that fits.
+// The first that does.
 inline std::optional<int> choose_bwd_tile(KernelKey key, const Card& card, const Request& request) {
-  const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
-  for (int i = 0; i < static_cast<int>(tiles.size()); ++i)
-    if (bwd_tile_fits(key, i, card) && (request.block_rows == 0 || tiles[i].takes_blocks) &&
-        (key.variant == Variant::biased || request.in_one_block(tiles[i].rows, tiles[i].keys)))
-      return i;
+  for (int i = 0; i < static_cast<int>(mma_sync::BwdTiles().size()); ++i)
+    if (bwd_tile_fits(key, i, card, request)) return i;
   return std::nullopt;
 }
 
@@ -208,9 +209,9 @@ inline uint32_t bwd_head_group(const BwdParams& p, bool takes_turns, int64_t l2_
 }
 
 // `max_rows_*`: of the longest sequence. `takes_turns`: dQ is to repeat bit for bit. nullopt: more tiles than a grid can
-// have, or rows than positions.
+// have, or rows than positions, or turns under a block mask: a key block that it skips would never end its turn.
 inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choice, int64_t max_rows_q,
-                                                int64_t max_rows_k, const Card& card, bool takes_turns = false) {
+                                                int64_t max_rows_k, int64_t l2_bytes, bool takes_turns = false) {
   const mma_sync::BwdTile tile = mma_sync::bwd_tiles(choice.key)[choice.tile];
   const int64_t key_heads = p.heads == 0 ? 0 : p.batch * p.heads_k;  // heads_k is 1 where there are no heads
   const int64_t n_blocks = divide_up(max_rows_k, tile.keys);
@@ -218,11 +219,11 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
   constexpr int64_t kLeastRows = 16;  // of a block, in all launches
   if (max_rows_q > kMostRows || max_rows_k > kMostRows || key_heads * n_blocks > kMostBlocks ||
       p.batch * p.heads * divide_up(max_rows_q, kLeastRows) > kMostBlocks ||
-      (p.block_mask.given() && std::max(n_blocks, m_blocks) > BlockTiles::kMost))
+      (p.block_mask.given() && (takes_turns || std::max(n_blocks, m_blocks) > BlockTiles::kMost)))
     return std::nullopt;
   BwdLaunch launch;
   launch.order = TileOrder(static_cast<uint32_t>(n_blocks), static_cast<uint32_t>(p.heads_k),
-                           static_cast<uint32_t>(key_heads), bwd_head_group(p, takes_turns, card.l2_bytes));
+                           static_cast<uint32_t>(key_heads), bwd_head_group(p, takes_turns, l2_bytes));
   launch.turn_order = {takes_turns};
   launch.blocks = static_cast<uint32_t>(key_heads * n_blocks);
   launch.tile = choice.tile;

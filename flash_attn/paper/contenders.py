@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_attn.block_mask import BlockMask
 from flash_attn.interface import flash_attn_func
 
 BLOCK = 128  # rows and keys of a block of block-sparse attention
@@ -120,16 +121,12 @@ def flash(s: Setting) -> Contender:
 
 def block_sparse(s: Setting) -> Contender:
     """Ours with the paper's fixed pattern, a butterfly of blocks."""
-    from flash_attn.block_mask import BlockMask
-
     mask = BlockMask.butterfly(s.seqlen, s.seqlen, (BLOCK, BLOCK), device=s.device)
     return _block_sparse(s, mask)
 
 
 def random_blocks(s: Setting, density: float) -> Contender:
     """Ours with blocks of which a share is kept at random, in every row of blocks as many as in the others."""
-    from flash_attn.block_mask import BlockMask
-
     blocks = math.ceil(s.seqlen / BLOCK)
     order = torch.rand(blocks, blocks, device=s.device).argsort(-1)
     kept = order < kept_blocks(s, density)[0]
@@ -143,7 +140,7 @@ def kept_blocks(s: Setting, density: float) -> tuple[int, float]:
     return kept, kept / blocks
 
 
-def _block_sparse(s: Setting, mask: object) -> Contender:
+def _block_sparse(s: Setting, mask: BlockMask) -> Contender:
     lengths = s.lengths()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -233,8 +230,6 @@ NO_PADDING = {"linformer", "performer"}
 
 def unavailable(name: str) -> str:
     """Why a contender cannot run here; empty: it can."""
-    if name == "block-sparse" and importlib.util.find_spec("flash_attn.block_mask") is None:
-        return "this flash_attn has no block-sparse attention yet"
     if name not in NEEDS:
         return ""
     module, package = NEEDS[name]

@@ -55,10 +55,7 @@ def run(o: Options, report: Report) -> None:
     reason = ncu.unavailable(o.ncu, o.device)
     if reason:
         report.note(f"No measured GB: {reason}.")
-    sparse = contenders.unavailable("block-sparse")
-    if sparse:
-        report.note(f"No sweep of the sparsity: {sparse}.")
-    steps = 2 * len(o.attentions) + len(BLOCK_COLUMNS) + (0 if sparse else len(DENSITIES))
+    steps = 2 * len(o.attentions) + len(BLOCK_COLUMNS) + len(DENSITIES)
     with tqdm(total=steps, desc="fig2") as bar:
         for name in o.attentions:
             for dropout_p in (0.0, DROPOUT):
@@ -67,7 +64,7 @@ def run(o: Options, report: Report) -> None:
         for columns in BLOCK_COLUMNS:
             report.add("blocks", block_row(o, columns))
             bar.update()
-        for density in () if sparse else DENSITIES:
+        for density in DENSITIES:
             s = o.setting(SPARSE_LENGTHS * o.lengths[0])
             seconds = measure.seconds(contenders.random_blocks(s, density).both(), o.device, o.seconds)
             report.add("sparsity", {"density": contenders.kept_blocks(s, density)[1], "ms": 1e3 * seconds})
@@ -185,9 +182,6 @@ def plot(o: Options, report: Report) -> Figure:
     middle.set_ylim(0)
     sparsity = report.rows("sparsity")
     right.set(title="block-sparse, forward and backward", xlabel="density", ylabel="ms")
-    if sparsity:
-        right.plot([row["density"] for row in sparsity], [row["ms"] for row in sparsity], "o-")
-        right.set(xlim=(0, 1.05), ylim=(0, None))
-    else:
-        right.text(0.5, 0.5, "not measured", ha="center", transform=right.transAxes)
+    right.plot([row["density"] for row in sparsity], [row["ms"] for row in sparsity], "o-")
+    right.set(xlim=(0, 1.05), ylim=(0, None))
     return figure

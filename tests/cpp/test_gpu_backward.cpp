@@ -15,15 +15,14 @@
 using namespace flash;
 
 static long checks = 0;
-// CTAs run one after the other here, so none may wait for a later one.
-static constexpr Card kCard{90, 227 << 10, 228 << 10, 40 << 20};
 
 struct Options {
   bool causal = false;
   int64_t left = -1;
   double softcap = 0, dropout = 0;
   bool bias = false, mask = false, deterministic = false, empty_rows = false;
-  bool far = false;  // some queries and keys are so large that logits pass 2^20
+  uint8_t spoiled = 0xFF;  // bytes of shared memory at the start: 0xFF is NaN and every flag set, 0 is none set
+  bool far = false;        // some queries and keys are so large that logits pass 2^20
   BlockOptions blocks;
 };
 
@@ -193,7 +192,7 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   Call<kKey.dtype> call(shape, options);
   const BwdParams& p = call.p;
   const Choice choice{kKey, kTile};
-  BwdLaunch launch = *make_bwd_launch(p, choice, shape.rows, shape.keys, kCard, options.deterministic);
+  BwdLaunch launch = *make_bwd_launch(p, choice, shape.rows, shape.keys, 40 << 20, options.deterministic);
   const BwdMemory memory = bwd_memory(launch, p, choice);
   std::vector<float4> dq_sum(memory.dq_sum / 4);
   std::vector<int> turns(memory.turns);
@@ -207,7 +206,7 @@ static void test(const char* name, const Shape& shape, const Options& options = 
     launch.dbias_sum.data = call.dbias.data();
   }
   // What a CTA has not written is NaN.
-  const auto spoil = [] { std::fill(std::begin(mma_sync::shared), std::end(mma_sync::shared), uint8_t{0xFF}); };
+  const auto spoil = [&] { std::fill(std::begin(mma_sync::shared), std::end(mma_sync::shared), options.spoiled); };
   const auto blocks = static_cast<unsigned>(shape.batch * shape.heads);
   constexpr int kLanes = F::kHeadDim <= 64 ? 8 : F::kHeadDim <= 128 ? 16 : 32;
   const auto run = [&](unsigned ctas, int threads, const auto& kernel) {
@@ -271,6 +270,8 @@ int main(int argc, char** /*argv*/) {
                                                 {.mask = true, .far = true});
     test<KernelKey{kAmpere, kBf16, 64, plain}, 2>("dim 64, fewer rows", {2, 1, 1, 130, 140, 64}, {.left = 50});
     test<KernelKey{kAmpere, kBf16, 64, plain}, 3>("dim 64, fewer keys", {1, 2, 1, 150, 75, 64}, {.causal = true});
+    test<KernelKey{kAmpere, kBf16, 64, plain}, 3>("dim 64, fewer keys, far queries", {1, 1, 1, 150, 75, 64},
+                                                  {.spoiled = 0, .far = true});
     test<KernelKey{kAmpere, kBf16, 128, plain}, 1>("dim 128, less shared memory", {1, 1, 1, 70, 75, 128});
     test<KernelKey{kAmpere, kBf16, 128, plain}, 2>("dim 128, two CTAs", {1, 1, 1, 70, 75, 128},
                                                    {.causal = true, .deterministic = true});

@@ -88,22 +88,22 @@ static void test_backward_launch() {
   p.rows_q.rows = 1000, p.rows_k.rows = 500;
   const Choice choice{key, 0};
   const mma_sync::BwdTile tile = mma_sync::bwd_tiles(key)[0];
-  auto launch = make_bwd_launch(p, choice, 1000, 500, kH200);
+  auto launch = make_bwd_launch(p, choice, 1000, 500, kH200.l2_bytes);
   EXPECT(launch && launch->group == 4 && launch->blocks == 3 * 2 * divide_up(500, tile.keys));
   EXPECT(launch->all_tiles == 3 * divide_up(1000, tile.rows));
   EXPECT(bwd_memory(*launch, p, choice).dq_sum == launch->all_tiles * 8 * tile.rows * 128);
   // Packed sequences: one block more than the rows fill is enough for each, and memory does not grow with the longest.
   const int32_t cu[] = {0, 1, 1, 1000};
   p.rows_q.cu_seqlens = {cu, false};
-  launch = make_bwd_launch(p, choice, 999, 500, kH200);
+  launch = make_bwd_launch(p, choice, 999, 500, kH200.l2_bytes);
   EXPECT(launch->all_tiles == 1000 / tile.rows + 3);
   for (int64_t b = 0; b < 3; ++b) {
     const int64_t next = b + 1 < 3 ? cu[b + 1] / tile.rows + b + 1 : launch->all_tiles;
     EXPECT(cu[b] / tile.rows + b + divide_up(cu[b + 1] - cu[b], tile.rows) <= next);
   }
-  EXPECT(!make_bwd_launch(p, choice, int64_t{1} << 29, 500, kH200));
+  EXPECT(!make_bwd_launch(p, choice, int64_t{1} << 29, 500, kH200.l2_bytes));
   p.heads = 0, p.heads_k = 1;
-  EXPECT(make_bwd_launch(p, choice, 999, 500, kH200)->blocks == 0);
+  EXPECT(make_bwd_launch(p, choice, 999, 500, kH200.l2_bytes)->blocks == 0);
 }
 
 static void test_less_shared_memory() {
@@ -303,7 +303,7 @@ static void test_turns() {
             p.batch = 2, p.heads = p.heads_k = heads, p.dim = p.dim_v = 128;
             p.rows_q.rows = rows, p.rows_k.rows = keys;
             p.window = window;
-            const auto launch = make_bwd_launch(p, {key, 0}, rows, keys, kH200, true);
+            const auto launch = make_bwd_launch(p, {key, 0}, rows, keys, kH200.l2_bytes, true);
             steps_in_turns(p, *launch, tile.keys, tile.rows, sms);
           }
   // On an H200 waiting takes little.
@@ -314,7 +314,7 @@ static void test_turns() {
       p.batch = 16384 / seqlen, p.heads = p.heads_k = 16, p.dim = p.dim_v = 128;
       p.rows_q.rows = p.rows_k.rows = seqlen;
       p.window.causal = causal;
-      BwdLaunch launch = *make_bwd_launch(p, {key, 0}, seqlen, seqlen, kH200, true);
+      BwdLaunch launch = *make_bwd_launch(p, {key, 0}, seqlen, seqlen, kH200.l2_bytes, true);
       const long taken = steps_in_turns(p, launch, tile.keys, tile.rows, kSms);
       const long rows = seqlen / tile.rows, blocks = seqlen / tile.keys, step = tile.keys / tile.rows;
       const long of_head = causal ? rows * blocks - step * blocks * (blocks - 1) / 2 : rows * blocks;

@@ -100,9 +100,12 @@ struct RowStream {
     copy(dout, F::kBytesQ, p.dout.row_stride, p.dim_v, launch.vectorised_dout);
   }
   __device__ __forceinline__ void copy_numbers(const RowBlockIndex& block, int stage) const {
-    if (block.given() && threadIdx.x < F::Table::kFloats / 4)
-      copy_16<F::kKey.arch>(table(stage).shared + 16 * threadIdx.x,
-                            launch.numbers + int64_t{block.tile} * F::Table::kFloats + 4 * threadIdx.x);
+    if (!block.given()) return;
+    const float* from = launch.numbers + int64_t{block.tile} * F::Table::kFloats;
+#pragma unroll
+    for (int first = 0; first < F::Table::kFloats / 4; first += F::kThreads)
+      if (const int i = first + static_cast<int>(threadIdx.x); i < F::Table::kFloats / 4)
+        copy_16<F::kKey.arch>(table(stage).shared + 16 * i, from + 4 * i);
   }
 };
 
