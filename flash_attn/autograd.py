@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.compiler import is_compiling
 
 from flash_attn import _ops, gpu, higher_order, reference
@@ -260,10 +262,19 @@ def _backend_of(q: Tensor) -> str:
     return "mma_sync" if q.device.type == "cuda" else "cpu"
 
 
+@cache
+def _single_level(function: type[Function]) -> type:
+    """The same function for autograd alone: what torch.func itself makes of a Function for each of its levels."""
+    names = ("forward", "setup_context", "backward", "jvp")
+    return type(
+        function.__name__, (_SingleLevelFunction,), {name: staticmethod(getattr(function, name)) for name in names}
+    )
+
+
 def _apply_here(function: type[Function], *args: Any) -> tuple:
     """apply for one level of torch.func, which has taken its levels apart before it comes to an op's kernel."""
     with enable_single_level_autograd_function():
-        return super(Function, function).apply(*args)
+        return _single_level(function).apply(*args)
 
 
 def _op_forward(
