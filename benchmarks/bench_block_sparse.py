@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench_gpu_forward import burst, compare
 from harness import RESULTS, backward_of, header, lengths_on_x_axis, table, time_in_turns, write_result
 from matplotlib import pyplot
 from torch import Tensor
@@ -33,15 +34,13 @@ def random_mask(seqlen: int, density: float, device: str) -> BlockMask:
     return BlockMask(chosen.to(device), seqlen, seqlen, BLOCK)
 
 
-def synchronised(call: Callable[[], object], device: str) -> Callable[[], object]:
-    if device == "cpu":
-        return call
-
-    def wait() -> None:
-        call()
-        torch.cuda.synchronize()
-
-    return wait
+def timed(calls: dict[str, Callable[[], object]], given: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of each call."""
+    if given.device == "cpu":
+        return time_in_turns(calls, given.seconds, given.rounds)
+    longest = next(iter(calls.values()))
+    burst(longest, 1)
+    return compare(calls, burst(longest, 1), given.rounds)
 
 
 def contenders(
@@ -69,8 +68,7 @@ def contenders(
 
         return run
 
-    forward = {name: synchronised(without_graph(call), device) for name, call in forward.items()}
-    return forward, {name: synchronised(call, device) for name, call in backward.items()}
+    return {name: without_graph(call) for name, call in forward.items()}, backward
 
 
 def qkv(seqlen: int, dim: int, given: argparse.Namespace) -> list[Tensor]:
@@ -87,7 +85,7 @@ def densities(given: argparse.Namespace) -> tuple[list[tuple], list[tuple[float,
             masks = {str(s): random_mask(seqlen, s, given.device) for s in given.densities}
             inputs = qkv(seqlen, dim, given)
             forward, backward = contenders(inputs, {"dense": None, **masks}, not given.no_flex)
-            times = [time_in_turns(calls, given.seconds, given.rounds) for calls in (forward, backward)]
+            times = [timed(calls, given) for calls in (forward, backward)]
             for name, mask in masks.items():
                 s, cells = mask.density(), []
                 for direction, of in zip(("forward", "backward"), times, strict=True):
@@ -107,7 +105,7 @@ def butterflies(given: argparse.Namespace) -> list[tuple[int, float, float, floa
         mask = BlockMask.butterfly(seqlen, seqlen, BLOCK, device=given.device)
         inputs = qkv(seqlen, given.dims[0], given)
         calls = contenders(inputs, {"butterfly": mask}, flex=False)
-        seconds = [time_in_turns(of, given.seconds, given.rounds)["ours butterfly"] for of in calls]
+        seconds = [timed(of, given)["ours butterfly"] for of in calls]
         dense_bytes = 2 * inputs[0].numel() * inputs[0].element_size() * (1 + seqlen / BLOCK)
         rows.append((seqlen, mask.density(), *seconds, mask.io_ratio() * dense_bytes))
         print(rows[-1], flush=True)

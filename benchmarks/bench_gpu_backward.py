@@ -88,7 +88,12 @@ def wrong_values(dim: int, tile: int, device: str = "cuda", backend: str = "mma_
         for mode, options in MODES.items():
             choose = partial(with_tile, tile) if device == "cuda" else lambda call: call
             call = choose(gradients(operands, dout, causal=causal, backend=backend, **options))
-            found = call()
+            try:
+                found = call()
+            except RuntimeError as error:
+                if mode == "dropout" and "no tile" in str(error):  # its kernel has fewer
+                    continue
+                raise
             want = gradients(wide, dout.float(), causal=causal, backend="reference", **options)()
             for name, x, y in zip(("dq", "dk", "dv"), found, want, strict=True):
                 error = float((x.float() - y).norm() / y.norm())

@@ -75,7 +75,8 @@ def check_segments(lengths_q: list[int], lengths_k: list[int], *, heads, heads_k
 TURING = [c for n, c in enumerate(FORWARD_CASES) if (c.dtype == HALF or n % 3 == 0) and max(c.dim, c.dim_v) <= 256]
 TURING = list(dict.fromkeys(replace(c, dtype=HALF) for c in TURING))
 TURING += [
-    Case(dim=d, dim_v=d, seqlen_q=200, seqlen_k=333, causal=True, dtype=HALF) for d in (32, 64, 96, 128, 192, 256)
+    Case(dim=d, dim_v=d, seqlen_q=200, seqlen_k=333, causal=True, dtype=HALF, grads="qkv")
+    for d in (32, 64, 96, 128, 192, 256)
 ]
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from flash_attn import io_model, reference
+from flash_attn import gpus, io_model, reference
 from flash_attn.baselines import tiled_attention
 from flash_attn.io_model import Blocks, Cost, Workload
 from flash_attn.paper import contenders, measure, ncu
@@ -38,7 +38,7 @@ def gpu_of(o: Options) -> io_model.Gpu | None:
     if o.device.type != "cuda":
         return None
     try:
-        return io_model.find_gpu(torch.cuda.get_device_name(o.device))
+        return gpus.find_gpu(torch.cuda.get_device_name(o.device))
     except ValueError:
         return None
 

@@ -1,6 +1,8 @@
 // What a CTA of the backward with mma.sync is: how its warps share a tile, and which keys and rows are its work.
 #pragma once
 
+#include <bit>
+
 #include "common/sequence.h"
 #include "gpu/families.h"
 #include "gpu/mma_sync/tiles.h"
@@ -26,7 +28,7 @@ struct Bwd {
   // Of dQ some rows and every kDqSplits-th block of 16 columns, as many of these at a time as registers allow.
   static constexpr int kDqSplits = kWarps / kTile.dq_row_warps;
   static constexpr int kDqRows = kRows / kTile.dq_row_warps, kDqColumns = kHeadDim / kDqSplits;
-  static constexpr int kDqAtOnce = kDqColumns < 64 ? kDqColumns : kDqColumns % 64 == 0 ? (kN >= 4 ? 32 : 64) : 48;
+  static constexpr int kDqAtOnce = kDqColumns < 64 ? kDqColumns : kDqColumns % 64 == 0 && kN < 4 ? 64 : 32;
   static constexpr int kDqM = kDqRows / 16, kDqN = kDqAtOnce / 8, kDqParts = kDqColumns / kDqAtOnce;
   static constexpr int kDepth = kHeadDim / 16;
   static constexpr int kBytesKV = kTile.kv_bytes(kHeadDim), kBytesQ = kTile.q_bytes(kHeadDim);
@@ -44,6 +46,8 @@ struct Bwd {
   using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased, kPeriod>;
   static_assert(kWarpKeys % 16 == 0 && kWarpRows % 16 == 0 && kColumns % 16 == 0 && kDqRows % 16 == 0 &&
                 kDqColumns % kDqAtOnce == 0 && kRows % CopyQ::kStep == 0 && kTile.table_floats() == Table::kFloats);
+  // Panels::moved goes on by exclusive or from where a part begins.
+  static_assert(kDqParts == 1 || std::has_single_bit(static_cast<unsigned>(kDqAtOnce * kDqSplits)));
 };
 
 // What all threads of a CTA know alike, in shared memory, because registers are scarce.
