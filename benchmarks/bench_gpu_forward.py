@@ -119,19 +119,24 @@ def host_microseconds(calls: int = 2000) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def plot(results: dict[tuple[int, bool], dict[int, dict[str, float]]], path: Path) -> None:
+def plot_lines(
+    results: dict[tuple[int, bool], dict[int, dict[str, float]]], names: tuple[str, ...], path: Path
+) -> None:
+    """TFLOP/s of each name over sequence lengths, a picture for each head dim, without and with a causal mask."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(DIMS), figsize=(12, 6), sharex=True, sharey=True)
+    dims = list(dict.fromkeys(dim for dim, _ in results))
+    figure, axes = plt.subplots(2, len(dims), figsize=(4 * len(dims), 6), sharex=True, sharey=True, squeeze=False)
     for row, causal in enumerate((False, True)):
-        for column, dim in enumerate(DIMS):
+        for column, dim in enumerate(dims):
             axis = axes[row][column]
-            for name, style in (("ours", "o-"), ("torch", "s--")):
-                points = results[dim, causal]
-                axis.plot(list(points), [p[name] for p in points.values()], style, label=name)
+            points = results[dim, causal]
+            for name, style in zip(names, ("o-", "s--", "^--", "v--"), strict=False):
+                shown = {seqlen: p[name] for seqlen, p in points.items() if name in p}
+                axis.plot(list(shown), list(shown.values()), style, label=name)
             axis.set_xscale("log", base=2)
             axis.set_title(f"head dim {dim}{', causal' if causal else ''}")
             axis.grid(alpha=0.3)
@@ -140,6 +145,10 @@ def plot(results: dict[tuple[int, bool], dict[int, dict[str, float]]], path: Pat
     figure.supylabel("TFLOP/s")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
+
+
+def plot(results: dict[tuple[int, bool], dict[int, dict[str, float]]], path: Path) -> None:
+    plot_lines(results, ("ours", "torch"), path)
 
 
 def main() -> None:

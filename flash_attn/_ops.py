@@ -58,7 +58,7 @@ def _build_info() -> dict:
 
 
 def _load_gpu_library(cpu: Availability) -> Availability:
-    """The kernels of the mma_sync family. Only a CUDA build of torch has what they need to load."""
+    """The kernels of all families. Only a CUDA build of torch has what they need to load."""
     library = PACKAGE / "_C_cuda.so"
     if not cpu:
         return cpu
@@ -73,11 +73,19 @@ def _load_gpu_library(cpu: Availability) -> Availability:
     return Availability(True, f"{library.name} is loaded")
 
 
+def _wgmma_availability(gpu: Availability) -> Availability:
+    """Hopper's own kernels, which a build for other GPUs leaves out."""
+    if not gpu or any("(wgmma," in kernel for kernel in _build_info().get("gpu_kernels", ())):
+        return gpu
+    return Availability(False, "this build has no wgmma kernels: FLASH_ATTN_CUDA_ARCHS named no sm90")
+
+
 _CPU = _load_library()
+_GPU = _load_gpu_library(_CPU)
 AVAILABILITY = {
     "cpu": _CPU,
-    "mma_sync": _load_gpu_library(_CPU),
-    "wgmma": Availability(False, "this version has no wgmma kernels"),
+    "mma_sync": _GPU,
+    "wgmma": _wgmma_availability(_GPU),
     "reference": Availability(True, "plain PyTorch, on any device"),
 }
 
@@ -106,25 +114,51 @@ class GpuPlan:
     head_dim: int = 0  # the largest that it takes
     variant: str = ""
     tile: tuple[int, int] = (0, 0)
+    family: str = ""
 
 
 DATA_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # DataType of csrc/common/params.h
 VARIANTS = ("plain", "dropout", "modified", "biased")  # Variant of csrc/common/kernel_key.h
+FAMILIES = {"mma_sync": 1, "wgmma": 2}  # Family of csrc/gpu/plan.h; 0 is any
 
 
 @lru_cache(maxsize=1024)
 def gpu_plan(
-    device: int, dtype: torch.dtype, dim: int, dim_v: int, variant: str, block_size: tuple[int, int], keys: int = 0
+    device: int,
+    dtype: torch.dtype,
+    dim: int,
+    dim_v: int,
+    variant: str,
+    block_size: tuple[int, int],
+    keys: int = 0,
+    has_window: bool = False,
+    reachable: bool = True,
+    family: int = 0,
 ) -> GpuPlan:
     """What the library would use on CUDA device number `device` for sequences of that many keys. block_size: of the
-    block mask; (0, 0) without one."""
+    block mask; (0, 0) without one. reachable: `is_reachable`. family: one of FAMILIES; 0 is any."""
     numbers, reason = torch.ops.flash_attn.gpu_plan(
-        device, DATA_TYPES.index(dtype), dim, dim_v, VARIANTS.index(variant), keys, *block_size
+        device,
+        DATA_TYPES.index(dtype),
+        dim,
+        dim_v,
+        VARIANTS.index(variant),
+        keys,
+        *block_size,
+        has_window,
+        reachable,
+        family,
     )
     if numbers.numel() == 0:
         return GpuPlan(bytes(reason.tolist()).decode())
-    arch, head_dim, chosen, rows, keys = numbers.tolist()
-    return GpuPlan("", arch, head_dim, VARIANTS[chosen], (rows, keys))
+    arch, head_dim, chosen, rows, keys, family = numbers.tolist()
+    return GpuPlan("", arch, head_dim, VARIANTS[chosen], (rows, keys), list(FAMILIES)[family - 1])
+
+
+def is_reachable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether addresses and strides of CUDA tensors are such that wgmma kernels can read them."""
+    with below_autograd():
+        return torch.ops.flash_attn.gpu_is_reachable(q, k, v)
 
 
 def variant_of(problem: Problem, bias: Tensor | None) -> str:
@@ -146,7 +180,7 @@ _SHORT = Problem._fields.index("dropout_p")
 
 def _is_plain(problem: Problem) -> bool:
     """Whether the options before `dropout_p` are all there are."""
-    return not (problem.dropout_p or problem.deterministic or problem.has_tensors)
+    return not (problem.dropout_p or problem.deterministic or problem.family or problem.has_tensors)
 
 
 def _options(problem: Problem) -> tuple:
@@ -226,5 +260,6 @@ if AVAILABILITY["cpu"]:
             "attention_forward": _fake_forward,
             "attention_forward_plain": _fake_forward,
             "attention_backward": _fake_backward,
+            "gpu_is_reachable": lambda q, k, v: True,  # as far as one can say
         }
     )

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 from flash_attn import _ops, gpu, higher_order, reference
 from flash_attn.problem import Problem
 
-BACKENDS: dict[str, ModuleType] = {"cpu": _ops, "mma_sync": gpu, "reference": reference}
+BACKENDS: dict[str, ModuleType] = {"cpu": _ops, "mma_sync": gpu, "wgmma": gpu, "reference": reference}
 
 Needs = tuple[bool, bool, bool, bool, bool]
 

@@ -25,12 +25,36 @@ def refuse(name: str, value: object | None, why: str) -> None:
         raise NotImplementedError(f"{name}: {why}")
 
 
-def choose_backend(backend: str, q: Tensor, dim_v: int, problem: Problem, bias: Tensor | None) -> str:
-    """The backend that serves a call, or an error that says what would."""
+def contents_can_be_read(q: Tensor) -> bool:
+    """Not while torch traces or transforms the call: then the op checks, when it runs."""
+    return not (q.device.type == "meta" or is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def is_reachable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether wgmma kernels can read tensors that lie so, or only the op can say."""
+    return not contents_can_be_read(q) or _ops.is_reachable(q, k, v)
+
+
+def gpu_plan(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None, in_full: bool = True
+) -> _ops.GpuPlan:
+    """The kernel that would serve a call with this backend, "auto", "mma_sync" or "wgmma".
+
+    in_full: with its number of keys and its strides; else, whether there is a kernel for what changes less often.
+    """
+    index = q.device.index if q.device.index is not None else torch.cuda.current_device()
+    call = (problem.max_seqlen_k, problem.has_window, is_reachable(q, k, v)) if in_full else (0, False, True)
+    variant, family = _ops.variant_of(problem, bias), _ops.FAMILIES.get(backend, 0)
+    return _ops.gpu_plan(index, q.dtype, q.shape[-1], v.shape[-1], variant, problem.block_size, *call, family)
+
+
+def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None) -> str:
+    """The backend that serves a call, or an error that says what would. Of "auto" on a GPU it is "mma_sync", which has
+    a kernel for all that the library serves; the library itself takes one of wgmma where it can."""
     checks.backend_name(backend)
     if backend == "reference":
         return backend
-    device = q.device.type
+    asked, device = backend, q.device.type
     if backend == "auto":
         backend = "mma_sync" if device == "cuda" else "cpu"
     otherwise = 'backend="reference" computes the same in plain PyTorch on any device'
@@ -39,10 +63,11 @@ def choose_backend(backend: str, q: Tensor, dim_v: int, problem: Problem, bias: 
     serves = ("cpu", "meta") if backend == "cpu" else ("cuda",)
     if device not in serves:
         raise NotImplementedError(f'backend="{backend}" has no kernel for {device} tensors; {otherwise}')
-    if backend == "mma_sync":
-        index = q.device.index if q.device.index is not None else torch.cuda.current_device()
-        plan = _ops.gpu_plan(index, q.dtype, q.shape[-1], dim_v, _ops.variant_of(problem, bias), problem.block_size)
+    if device == "cuda":
+        plan = gpu_plan(asked, q, k, v, problem, bias, in_full=backend == "wgmma")
         if plan.reason:
+            if backend == "wgmma" and not gpu_plan("mma_sync", q, k, v, problem, bias, in_full=False).reason:
+                otherwise = 'backend="mma_sync" serves this call'
             raise NotImplementedError(f'backend="{backend}": {plan.reason}; {otherwise}')
     return backend
 
@@ -58,11 +83,6 @@ def autocast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tens
     if bias is not None and bias.dtype in (torch.float16, torch.bfloat16):
         bias = bias.to(dtype)
     return q, k, v, bias
-
-
-def contents_can_be_read(q: Tensor) -> bool:
-    """Not while torch traces or transforms the call: then the op checks, when it runs."""
-    return not (q.device.type == "meta" or is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def plain_call(q: Tensor, k: Tensor, v: Tensor, options: tuple, window_size: Sequence[int]) -> tuple | None:
@@ -140,7 +160,8 @@ def attention(
             served = _SERVED.get(call)
         except (RuntimeError, TypeError):  # a nested tensor has no shape, symbolic sizes have no hash
             call = served = None
-        if served is not None:
+        # Strides are not part of what is remembered, and decide for wgmma.
+        if served is not None and (backend != "wgmma" or is_reachable(q, k, v)):
             out, lse = autograd.attention(q, k, v, None, None, *served)
             return (out, lse) if return_lse else out
 
@@ -175,7 +196,9 @@ def attention(
         upper_left=upper_left,
         blocks=lists_of(block_mask),
     )
-    backend = choose_backend(backend, q, v.shape[-1], problem, bias)
+    asked, backend = backend, choose_backend(backend, q, k, v, problem, bias)
+    if asked in _ops.FAMILIES:
+        problem = problem._replace(family=_ops.FAMILIES[asked])
     reads_on_host = backend == "reference" or (backend == "cpu" and problem.drops)
     if problem.has_lengths and reads_on_host and contents_can_be_read(q):
         # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,

@@ -102,17 +102,19 @@ def explain(
         blocks=lists_of(block_mask),
     )
     chosen, refusals = None, {}
-    for name in ("cpu", "mma_sync", "wgmma", "reference"):
+    for name in ("cpu", "wgmma", "mma_sync", "reference"):  # in the order in which "auto" takes them
         if name == "reference" and backend == "auto":
             refusals[name] = 'plain PyTorch, slow: only backend="reference" asks for it'
             continue
         try:
-            dispatch.choose_backend(name, q, v.shape[-1], problem, bias)
+            dispatch.choose_backend(name, q, k, v, problem, bias)
         except NotImplementedError as error:
             refusals[name] = str(error)
         else:
             if backend in ("auto", name) and chosen is None:
                 chosen = name
+            elif backend == "auto":
+                refusals[name] = f"{chosen} kernels serve this call too, and are faster"
             else:
                 refusals[name] = f'backend="{backend}" asks for another'
     batch = q.shape[0] if problem.cu_seqlens_q is None else problem.cu_seqlens_q.shape[0] - 1
@@ -133,12 +135,10 @@ def explain(
         rows, keys, threads, forward, backward = numbers.tolist()
         name = bytes(letters.tolist()).decode()
         return Explanation(chosen, f"{name} micro-kernels", (rows, keys), threads, forward, backward, refusals)
-    if chosen == "mma_sync":
-        index = q.device.index if q.device.index is not None else torch.cuda.current_device()
-        variant = _ops.variant_of(problem, bias)
-        plan = _ops.gpu_plan(index, q.dtype, dim, dim_v, variant, problem.block_size, problem.max_seqlen_k)
-        name = f"mma_sync kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}"
-        # Of backward: dq in fp32, and delta; both in whole blocks of rows.
+    if chosen in _ops.FAMILIES:
+        plan = dispatch.gpu_plan(chosen, q, k, v, problem, bias)
+        name = f"{chosen} kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}"
+        # Of backward, always mma_sync's: dq in fp32, and delta; both in whole blocks of rows.
         backward = q.numel() // max(1, dim) * 4 * (plan.head_dim + 1)
         return Explanation(chosen, name, plan.tile, 1, 0, backward, refusals)
     if chosen == "reference":

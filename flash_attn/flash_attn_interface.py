@@ -75,7 +75,7 @@ def _with_init_fn(function: Callable) -> Callable:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, return_softmax: bool) -> tuple[Tensor, ...]:
     """(out, lse, S_dmask, rng_state) of a checked call."""
-    backend = BACKENDS[dispatch.choose_backend("auto", q, v.shape[-1], problem, None)]
+    backend = BACKENDS[dispatch.choose_backend("auto", q, k, v, problem, None)]
     if problem.has_lengths and problem.drops and q.device.type == "cpu":
         checks.validate_problem(q, k, problem)  # before a seed is drawn, as in the public functions
     problem = checks.draw_seed(problem, q)
@@ -101,7 +101,7 @@ def _backward(
     The statistics that backends keep, a reference and log2 of the sum per row, are made from the LSE alone: R = LSE,
     log2 l = 0. A row with LSE -inf, or +inf as flash-attn 2 writes it, saw nothing.
     """
-    backend = BACKENDS[dispatch.choose_backend("auto", q, v.shape[-1], problem, None)]
+    backend = BACKENDS[dispatch.choose_backend("auto", q, k, v, problem, None)]
     if problem.drops and problem.dropout_seed is None:
         raise RuntimeError(
             f"rng_state must be given with dropout_p={problem.dropout_p}: the fourth result of the forward function"

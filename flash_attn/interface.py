@@ -68,7 +68,8 @@ def flash_attn_func(
         dropout_seed: int64 (2,); None draws it from torch's generator, so that `torch.manual_seed` repeats it.
         return_lse: return (out, lse).
         backend: "auto" takes the fastest that serves the call; "cpu", "reference" (plain PyTorch, any device),
-            "mma_sync", "wgmma".
+            "mma_sync" (GPU kernels for Turing and newer), "wgmma" (forward kernels for Hopper alone; backward is
+            mma_sync's). `explain` says what serves a call.
 
     Returns:
         out (batch, seqlen_q, heads, dim_v) in q's dtype. lse, the log-sum-exp of the logits (natural log, sink

@@ -64,6 +64,7 @@ class Problem(NamedTuple):
     block_patterns: Tensor | None = None
     key_lists: Tensor | None = None
     query_lists: Tensor | None = None
+    family: int = 0  # of the GPU kernels that may serve the forward: see `_ops.FAMILIES`; 0 = any
 
     @property
     def is_varlen(self) -> bool:
@@ -84,6 +85,11 @@ class Problem(NamedTuple):
     def block_size(self) -> tuple[int, int]:
         """(rows, keys) of the block mask's blocks; (0, 0) without one."""
         return (0, 0) if self.block_patterns is None else (self.block_patterns.shape[1], self.block_patterns.shape[2])
+
+    @property
+    def has_window(self) -> bool:
+        """Whether there is a diagonal: what a row sees depends on where it is."""
+        return self.causal or self.window_left >= 0 or self.window_right >= 0
 
     @property
     def drops(self) -> bool:

@@ -48,6 +48,15 @@ def strided(x: Tensor, layout: str, role: str) -> Tensor:
     return x
 
 
+def on_device(t: Tensor | None, device: str) -> Tensor | None:
+    """To the device, strides kept (also those of expanded and stepped views)."""
+    if t is None or device == "cpu":
+        return t
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) if 0 not in t.stride() else (
+        t[tuple(slice(0, 1) if s == 0 else slice(None) for s in t.stride())].to(device).expand(t.shape)
+    )  # fmt: skip
+
+
 def block_mask(
     pattern: str, sizes: tuple[int, int, int, int], g: torch.Generator
 ) -> tuple[flash_attn.BlockMask, Tensor]:

@@ -15,7 +15,7 @@ import case_data
 import oracle
 import pytest
 import torch
-from case_data import strided, values
+from case_data import on_device, strided, values
 from torch import Tensor
 
 import flash_attn
@@ -240,14 +240,27 @@ class Result:
     grads: dict[str, Tensor] = field(default_factory=dict)
 
 
-def call(case: Case, made: Inputs, backend: str = "auto") -> tuple[Tensor, Tensor]:
-    """(out, lse) of the public function that `case` is about; `made` on any device."""
-    common = dict(
+def keywords(case: Case, made: Inputs) -> dict:
+    """What attention functions and `explain` take alike."""
+    return dict(
         dropout_p=case.dropout_p, softmax_scale=case.scale, causal=case.causal, window_size=case.window,
         softcap=case.softcap, alibi_slopes=made.alibi, deterministic=case.deterministic, bias=made.bias,
-        mask=made.mask, block_mask=made.block_mask, learnable_sink=made.sink, dropout_seed=made.dropout_seed,
-        return_lse=True, backend=backend, **made.lengths,
+        mask=made.mask, block_mask=made.block_mask, learnable_sink=made.sink, **made.lengths,
     )  # fmt: skip
+
+
+def refusal_of(case: Case, made: Inputs, backend: str) -> str | None:
+    """Why a backend does not serve a case whose inputs are on its device; None: it does."""
+    packed = {}
+    if case.varlen:
+        packed = {n: getattr(made, n) for n in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")}
+    found = flash_attn.explain(made.q, made.k, made.v, **keywords(case, made), **packed, backend=backend)
+    return found.refusals.get(backend)
+
+
+def call(case: Case, made: Inputs, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """(out, lse) of the public function that `case` is about; `made` on any device."""
+    common = dict(keywords(case, made), dropout_seed=made.dropout_seed, return_lse=True, backend=backend)
     if case.varlen:
         return flash_attn.flash_attn_varlen_func(
             made.q, made.k, made.v, made.cu_seqlens_q, made.cu_seqlens_k, made.max_seqlen_q, made.max_seqlen_k,
@@ -256,13 +269,13 @@ def call(case: Case, made: Inputs, backend: str = "auto") -> tuple[Tensor, Tenso
     return flash_attn.flash_attn_func(made.q, made.k, made.v, **common)
 
 
-def _to(t: Tensor | None, device: str) -> Tensor | None:
-    """To the device, strides kept (also those of expanded and stepped views)."""
-    if t is None or device == "cpu":
-        return t
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t) if 0 not in t.stride() else (
-        t[tuple(slice(0, 1) if s == 0 else slice(None) for s in t.stride())].to(device).expand(t.shape)
-    )  # fmt: skip
+def move(made: Inputs, device: str) -> None:
+    """All inputs to the device."""
+    made.lengths = {n: on_device(t, device) for n, t in made.lengths.items()}
+    for f in fields(made):
+        if isinstance(getattr(made, f.name), Tensor):
+            setattr(made, f.name, on_device(getattr(made, f.name), device))
+    made.block_mask = None if made.block_mask is None else made.block_mask.to(device)
 
 
 def run(case: Case, device: str = "cpu", backend: str = "auto") -> Result:
@@ -271,11 +284,9 @@ def run(case: Case, device: str = "cpu", backend: str = "auto") -> Result:
     reference = expected(case)
     # dLSE of a row that sees nothing is ignored
     made.dlse = made.dlse.masked_fill(reference.lse == -math.inf, math.nan)
-    made.lengths = {n: _to(t, device) for n, t in made.lengths.items()}
-    for f in fields(made):
-        if isinstance(getattr(made, f.name), Tensor):
-            setattr(made, f.name, _to(getattr(made, f.name), device))
-    made.block_mask = None if made.block_mask is None else made.block_mask.to(device)
+    move(made, device)
+    if backend == "wgmma" and (refusal := refusal_of(case, made, backend)):
+        pytest.skip(refusal)
     leaves = made.leaves(case.grads)
     for t in leaves.values():
         t.requires_grad_()
@@ -397,6 +408,9 @@ CUDA = [Target("cuda", "reference")] if torch.cuda.is_available() else []
 TARGETS = [CPU, REFERENCE, *CUDA]
 # Backends with kernels for half precision alone: the cases of `in_half_precision` are theirs.
 KERNELS = [Target("cuda", "mma_sync")] if torch.cuda.is_available() and flash_attn.is_available("mma_sync") else []
+# Of the same cases, those that it serves: which ones is tested in test_gpu.py.
+HOPPER = bool(KERNELS) and torch.cuda.get_device_capability() == (9, 0) and bool(flash_attn.is_available("wgmma"))
+KERNELS += [Target("cuda", "wgmma")] * HOPPER
 
 
 def in_half_precision(case: Case, number: int) -> Case | None:

@@ -166,8 +166,22 @@ def test_is_available():
     assert answer and bool(answer) is True and isinstance(answer.reason, str) and answer.reason in repr(answer)
     for backend in ("wgmma", "mma_sync"):
         assert isinstance(flash_attn.is_available(backend).reason, str)
+    mma_sync = flash_attn.is_available("mma_sync")
+    assert mma_sync or flash_attn.is_available("wgmma") == mma_sync  # one library has both
     with pytest.raises(ValueError, match="nonsense"):
         flash_attn.is_available("nonsense")
+
+
+def test_wgmma_needs_its_kernels(monkeypatch):
+    """A library for other GPUs has none of Hopper's."""
+    ops, loaded = flash_attn._ops, flash_attn._ops.Availability(True, "_C_cuda.so is loaded")
+    other, hopper = "FWD(mma_sync, sm80, bf16, 64, plain)", "FWD(wgmma, sm90, bf16, 64, plain)"
+    for kernels, available in (([other], False), ([other, hopper], True), ([], False)):
+        monkeypatch.setattr(ops, "_build_info", lambda kernels=kernels: {"gpu_kernels": kernels})
+        answer = ops._wgmma_availability(loaded)
+        assert bool(answer) == available and ("sm90" in answer.reason) != available
+        missing = ops.Availability(False, "no library")
+        assert ops._wgmma_availability(missing) is missing
 
 
 def tensors(**sizes) -> list[torch.Tensor]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from test_memory import measure
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flash_attn
-from flash_attn import explain, flash_attn_func, flash_attn_varlen_func
+from flash_attn import _ops, dispatch, explain, flash_attn_func, flash_attn_varlen_func, gpu
+from flash_attn.problem import Problem
 
 BACKENDS = ("cpu", "mma_sync", "wgmma", "reference")
 
@@ -112,6 +116,72 @@ def test_is_a_value():
     assert found == explain(*qkv())
     with pytest.raises(AttributeError):
         found.backend = "reference"  # type: ignore[misc]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
+    """CUDA tensors without a GPU, and the answers of a library on a Hopper card; the plans that were asked for."""
+    asked = []
+
+    def plan(device, dtype, dim, dim_v, variant, block_size, keys=0, has_window=False, reachable=True, family=0):
+        asked.append((keys, has_window, reachable, family))
+        if dtype not in (torch.float16, torch.bfloat16):
+            return _ops.GpuPlan("no kernel for fp32")
+        serves = variant != "biased" and reachable
+        if family == 2 and not serves:
+            return _ops.GpuPlan("wgmma kernels have no such thing")
+        if family != 1 and serves:
+            return _ops.GpuPlan("", 90, 64, variant, (128, 128), "wgmma")
+        return _ops.GpuPlan("", 80, 64, variant, (128, 64), "mma_sync")
+
+    monkeypatch.setattr(_ops, "gpu_plan", plan)
+    monkeypatch.setattr(_ops, "is_reachable", lambda *x: all(0 not in t.stride() for t in x))
+    for name in ("mma_sync", "wgmma"):
+        monkeypatch.setitem(_ops.AVAILABILITY, name, _ops.Availability(True, "loaded"))
+    with FakeTensorMode():
+        yield asked
+
+
+def test_auto_on_hopper(hopper: list[tuple]):
+    """wgmma where it serves the call, else mma_sync, each with the reason why not the other."""
+    q, k, v = qkv("cuda:0", torch.bfloat16)
+    found = explain(q, k, v, causal=True)
+    assert found.backend == "wgmma" and found.kernel.startswith("wgmma kernel for sm_90") and found.tile == (128, 128)
+    assert "faster" in found.refusals["mma_sync"] and (333, True, True, 2) in hopper
+    plausible(found)
+    for arguments, options in (
+        ((q, k, v), {"bias": torch.zeros(1, 1, 300, 333, dtype=torch.bfloat16, device="cuda:0")}),
+        ((q, k, v.narrow(2, 0, 1).expand_as(v)), {}),
+    ):
+        found = explain(*arguments, **options)
+        assert found.backend == "mma_sync" and found.kernel.startswith("mma_sync kernel for sm_80")
+        assert "no such thing" in found.refusals["wgmma"] and 'backend="mma_sync"' in found.refusals["wgmma"]
+        assert explain(*arguments, **options, backend="wgmma").backend is None
+        with pytest.raises(NotImplementedError, match='backend="mma_sync" serves'):
+            flash_attn_func(*arguments, **options, backend="wgmma")
+        plausible(found)
+    found = explain(q.float(), k.float(), v.float())
+    assert found.backend is None and 'backend="reference"' in found.refusals["wgmma"]
+
+
+def test_families_reach_the_op(hopper: list[tuple], monkeypatch: pytest.MonkeyPatch):
+    """By name, a family; "auto" leaves it to the library and asks no more than whether there is a kernel."""
+    seen = []
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, bias: None, sink: None, problem: Problem) -> tuple[Tensor, ...]:
+        seen.append(problem.family)
+        return q, q, q
+
+    monkeypatch.setattr(gpu, "forward", forward)
+    monkeypatch.setattr(dispatch, "_SERVED", {})
+    q, k, v = qkv("cuda:0", torch.bfloat16)
+    for _ in range(2):  # the second time a remembered call
+        for backend, family in (("auto", 0), ("mma_sync", 1), ("wgmma", 2)):
+            flash_attn_func(q, k, v, backend=backend)
+            assert seen.pop() == family and not seen
+    assert hopper == [(0, False, True, 0), (0, False, True, 1), (333, False, True, 2)]
+    with pytest.raises(NotImplementedError, match="no such thing"):
+        flash_attn_func(q, k, v.narrow(2, 0, 1).expand_as(v), backend="wgmma")
 
 
 def wrong() -> dict[str, tuple[tuple, dict]]:

@@ -167,9 +167,82 @@ def test_what_has_no_kernel_names_the_way_out(limited_card):
 
 
 def test_explain():
-    found = flash_attn.explain(*qkv(), causal=True)
+    found = flash_attn.explain(*qkv(), causal=True, backend="mma_sync")
     assert found.backend == "mma_sync" and "sm_80" in found.kernel and found.tile[0] >= 32
-    assert "biased" in flash_attn.explain(*qkv(), mask=torch.ones(129, 129, dtype=torch.bool, device="cuda")).kernel
+    found = flash_attn.explain(*qkv(), causal=True)
+    assert found.backend == ("wgmma" if cases.HOPPER else "mma_sync") and found.kernel.startswith(found.backend)
+    assert set(found.refusals) | {found.backend} == {"cpu", "mma_sync", "wgmma", "reference"}
+    found = flash_attn.explain(*qkv(), mask=torch.ones(129, 129, dtype=torch.bool, device="cuda"))
+    assert found.backend == "mma_sync" and "biased" in found.kernel
+
+
+# ---- Hopper's own kernels: which calls they serve -------------------------------------------------------------------
+
+ONLY_HOPPER = pytest.mark.skipif(not cases.HOPPER, reason="needs a Hopper card and its kernels")
+ON_HOPPER = [c for n, case in enumerate(FORWARD_CASES) if (c := cases.in_half_precision(case, n)) is not None]
+
+
+def wgmma_serves(case: Case, made: cases.Inputs) -> bool:
+    """What README and docstrings promise."""
+    if case.bias or case.mask or case.dim % 8 or case.dim_v % 8:
+        return False
+    if case.blocks:
+        rows, keys = made.block_mask.block_size
+        if made.block_mask.patterns.shape[0] or case.leftpad_q or case.leftpad_k or rows % 128 or keys % 128:
+            return False
+    for x in (made.q, made.k, made.v):
+        x = x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
+        strides = x.stride()[:-1]
+        if x.numel() == 0 or x.data_ptr() % 16 or any(s % 8 for s in strides):
+            return False
+        if any(s == 0 for s, size in zip(strides, x.shape, strict=False) if size > 1):
+            return False
+    return True
+
+
+@ONLY_HOPPER
+@pytest.mark.parametrize("case", ON_HOPPER, ids=str)
+def test_what_wgmma_serves(case: Case):
+    """Neither more nor less; what it refuses names mma_sync, and "auto" goes there."""
+    made = cases.build(case)
+    cases.move(made, "cuda")
+    refusal = cases.refusal_of(case, made, "wgmma")
+    assert (refusal is None) == wgmma_serves(case, made), refusal
+    if refusal is None:
+        return
+    with pytest.raises(NotImplementedError, match='backend="mma_sync"') as error:
+        cases.call(case, made, "wgmma")
+    assert refusal == str(error.value)
+    out, lse = cases.call(case, made, "auto")
+    same = cases.call(case, made, "mma_sync")
+    assert torch.equal(out, same[0]) and torch.equal(lse, same[1])
+
+
+@ONLY_HOPPER
+def test_why_wgmma_refuses(limited_card):
+    """A sentence for each reason, and a call that was served before excuses no other strides."""
+    q, k, v = qkv()
+    flash_attn_func(q, k, v, backend="wgmma")
+    wide = torch.zeros(*k.shape[:-1], k.shape[-1] + 4, dtype=k.dtype, device="cuda")[..., : k.shape[-1]]
+    blocks = flash_attn.BlockMask(torch.ones(1, 1, 3, 3, dtype=torch.bool, device="cuda"), 129, 129, (48, 48))
+    for arguments, options, reason in (
+        ((q, wide, v), {}, "TMA"),
+        ((q, k[:, :1].expand_as(k), v), {}, "TMA"),
+        ((q, k, v), {"bias": torch.zeros(129, 129, dtype=BF16, device="cuda")}, "bias"),
+        ((q, k, v), {"block_mask": blocks}, "48 × 48"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason) as error:
+            flash_attn_func(*arguments, **options, backend="wgmma")
+        assert 'backend="mma_sync"' in str(error.value)
+        found = flash_attn.explain(*arguments, **options)
+        assert found.backend == "mma_sync" and reason in found.refusals["wgmma"]
+        flash_attn_func(*arguments, **options)
+    with pytest.raises(NotImplementedError, match='fp32.*backend="reference"'):
+        flash_attn_func(q.float(), k.float(), v.float(), backend="wgmma")
+    limited_card(capability=89)
+    with pytest.raises(NotImplementedError, match="9.0"):
+        flash_attn_func(q, k, v, backend="wgmma")
+    assert flash_attn.explain(q, k, v).backend == "mma_sync"
 
 
 # ---- Shapes and strides ---------------------------------------------------------------------------------------------

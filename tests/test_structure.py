@@ -41,10 +41,11 @@ CXX_LAYERS: dict[str, set[str]] = {
     "gpu/tile": {"common", "gpu/ptx"},  # .h: for the host, too
     "gpu/passes": {"common", "gpu/ptx", "gpu/tile"},
     "gpu/mma_sync": {"common", "gpu/ptx", "gpu/tile", "gpu/passes", "gpu/families.h"},
-    "gpu/wgmma": {"common", "gpu/ptx", "gpu/tile", "gpu/families.h"},
+    "gpu/wgmma": {"common", "gpu/ptx", "gpu/tile", "gpu/passes", "gpu/families.h"},
     "gpu": {
         "common",
         "gpu/mma_sync/tiles.h",
+        "gpu/wgmma/tiles.h",
         "gpu/tile/block_tiles.h",
         "gpu/tile/turns.h",
         "selected_kernels.def",

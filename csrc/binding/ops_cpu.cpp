@@ -45,7 +45,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
     OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
     OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/,
-    OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists, OptionalTensor query_lists) {
+    OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists, OptionalTensor query_lists,
+    int64_t /*family*/) {
   return forward(
       q, k, v, bias, sink,
       {softmax_scale, causal,    window_left,  window_right,   upper_left,   softcap,      dropout_p, dropout_seed,
@@ -67,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k,
     bool /*deterministic*/, OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists,
-    OptionalTensor query_lists) {
+    OptionalTensor query_lists, int64_t /*family*/) {
   const CallOptions options{softmax_scale, causal,         window_left,  window_right, upper_left,   softcap,
                             dropout_p,     dropout_seed,   alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
                             max_seqlen_q,  max_seqlen_k,   seqused_q,    seqused_k,    leftpad_q,    leftpad_k,

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "binding/build_params.h"
 #include "binding/check.h"
@@ -28,21 +29,27 @@ struct Here {
   }
 };
 
+Family family_option(int64_t family) {
+  FLASH_CHECK(family >= 0 && family <= static_cast<int64_t>(Family::wgmma), "family must be in [0, 2], is ", family);
+  return static_cast<Family>(family);
+}
+
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, const OptionalTensor& bias,
-                                           const OptionalTensor& sink, const CallOptions& options) {
+                                           const OptionalTensor& sink, const CallOptions& options,
+                                           Family family = Family::any) {
   const Here here(q);
   q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v);
   const Forward call = build_forward(q, k, v, bias, sink, options);
   const FwdParams& params = call.params;
   const bool packed = params.rows_q.cu_seqlens.given();
-  Tensor steps;  // of a block mask
-  const auto allocate_steps = [&](int64_t bytes) {
-    steps = allocate(q, {divide_up(bytes, 4)}, torch::headeronly::ScalarType::Int, false);
-    return steps.data_ptr();
+  std::vector<Tensor> memory;  // until the launch is on the stream
+  const auto allocate_bytes = [&](int64_t bytes) {
+    memory.push_back(allocate(q, {divide_up(bytes, 4)}, torch::headeronly::ScalarType::Int, false));
+    return memory.back().data_ptr();
   };
-  const std::string problem =
-      gpu::forward(params, packed ? options.max_seqlen_q : params.rows_q.rows,
-                   packed ? options.max_seqlen_k : params.rows_k.rows, here.device, here.stream, allocate_steps);
+  const std::string problem = gpu::forward(params, packed ? options.max_seqlen_q : params.rows_q.rows,
+                                           packed ? options.max_seqlen_k : params.rows_k.rows, here.device, here.stream,
+                                           family, allocate_bytes);
   FLASH_CHECK(problem.empty(), "attention_forward: ", problem);
   return {call.out, call.lse, call.statistics};
 }
@@ -53,12 +60,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     OptionalTensor dropout_seed, OptionalTensor alibi_slopes, OptionalTensor mask, OptionalTensor cu_seqlens_q,
     OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
     OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/,
-    OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists, OptionalTensor query_lists) {
+    OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists, OptionalTensor query_lists,
+    int64_t family) {
   return forward(
       q, k, v, bias, sink,
       {softmax_scale, causal,    window_left,  window_right,   upper_left,   softcap,      dropout_p, dropout_seed,
        alibi_slopes,  mask,      cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-       leftpad_q,     leftpad_k, block_kinds,  block_patterns, key_lists,    query_lists});
+       leftpad_q,     leftpad_k, block_kinds,  block_patterns, key_lists,    query_lists},
+      family_option(family));
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward_plain(Tensor q, Tensor k, Tensor v, double softmax_scale,
@@ -75,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k,
     bool deterministic, OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists,
-    OptionalTensor query_lists) {
+    OptionalTensor query_lists, int64_t /*family*/) {
   using torch::headeronly::ScalarType;
   const CallOptions options{softmax_scale, causal,         window_left,  window_right, upper_left,   softcap,
                             dropout_p,     dropout_seed,   alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
@@ -137,22 +146,42 @@ Tensor letters(const std::string& text) {
 }
 
 std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, int64_t dim_v, int64_t variant,
-                                    int64_t keys, int64_t block_rows, int64_t block_keys) {
+                                    int64_t keys, int64_t block_rows, int64_t block_keys, bool has_window,
+                                    bool reachable, int64_t family) {
   FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
   FLASH_CHECK(variant >= 0 && variant <= 3, "variant must be in [0, 3], is ", variant);
-  const gpu::Plan plan =
-      gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys, block_rows, block_keys},
-                static_cast<int>(device));
-  std::array<int64_t, 5> values{};
+  const gpu::Plan plan = gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys,
+                                    block_rows, block_keys, has_window, reachable, family_option(family)},
+                                   static_cast<int>(device));
+  std::array<int64_t, 6> values{};
   if (plan.choice) {
     const KernelKey key = plan.choice->key;
-    const mma_sync::Tile tile = mma_sync::fwd_tiles(key)[plan.choice->tile];
-    values = {static_cast<int64_t>(key.arch), key.head_dim, static_cast<int64_t>(key.variant), tile.rows, tile.keys};
+    const TileSize tile = fwd_tile_size(*plan.choice);
+    values = {
+        static_cast<int64_t>(key.arch),      key.head_dim, static_cast<int64_t>(key.variant), tile.rows, tile.keys,
+        static_cast<int64_t>(family_of(key))};
   }
   const std::array<int64_t, 1> count{plan.choice ? static_cast<int64_t>(values.size()) : 0};
   const Tensor numbers = torch::stable::empty(count, torch::headeronly::ScalarType::Long);
   std::copy(values.begin(), values.begin() + count[0], static_cast<int64_t*>(numbers.data_ptr()));
   return {numbers, letters(plan.reason)};
+}
+
+// What the kernels would read: x, or the copy that with_unit_stride makes of it.
+Operand operand_of(const Tensor& x) {
+  const int64_t d = x.dim() - 1, row = x.size(d - 1) * x.size(d);
+  if (x.size(d) > 1 && x.stride(d) != 1) return {nullptr, x.size(d - 2) * row, row, x.size(d)};
+  return {x.data_ptr(), d == 3 ? x.stride(0) : 0, x.stride(d - 2), x.stride(d - 1)};
+}
+
+bool gpu_is_reachable(Tensor q, Tensor k, Tensor v) {
+  for (const Tensor* x : {&q, &k, &v}) {
+    const int64_t d = x->dim() - 1;
+    FLASH_CHECK(d == 2 || d == 3, "q, k and v must have 3 or 4 dimensions, one has ", d + 1);
+    if (!is_reachable_by_tma(operand_of(*x), d == 3 ? x->size(0) : 1, x->size(d - 2), x->size(d - 1), x->size(d)))
+      return false;
+  }
+  return true;
 }
 
 int64_t gpu_limit_card(int64_t capability, int64_t block_shared) {
@@ -178,5 +207,6 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("attention_forward", TORCH_BOX(&flash::attention_forward));
   m.impl("attention_backward", TORCH_BOX(&flash::attention_backward));
+  m.impl("gpu_is_reachable", TORCH_BOX(&flash::gpu_is_reachable));
   m.impl("attention_forward_plain", TORCH_BOX(&flash::attention_forward_plain));
 }

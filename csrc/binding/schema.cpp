@@ -5,14 +5,14 @@
 // with cu_seqlens (total_q, heads, dim) and so on. lse (batch, heads, seqlen_q) or (heads, total_q); statistics (2,
 // lse...): reference, log2 of the sum. bias and mask (batch | 1, heads | 1, rows | 1, columns | 1), of packed sequences
 // with max_seqlen rows and columns. block_kinds and what follows: of a block mask, as flash_attn/block_mask.py builds
-// them, all or none.
+// them, all or none. family: of the GPU kernels that may serve a forward; 0 any, 1 mma_sync, 2 wgmma.
 #define FLASH_ATTN_OPTIONS                                                                                   \
   "float softmax_scale, bool causal=False, int window_left=-1, int window_right=-1, bool upper_left=False, " \
   "float softcap=0, float dropout_p=0, Tensor? dropout_seed=None, Tensor? alibi_slopes=None, "               \
   "Tensor? mask=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, "         \
   "SymInt max_seqlen_k=0, Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? leftpad_q=None, "          \
   "Tensor? leftpad_k=None, bool deterministic=False, Tensor? block_kinds=None, "                             \
-  "Tensor? block_patterns=None, Tensor? key_lists=None, Tensor? query_lists=None"
+  "Tensor? block_patterns=None, Tensor? key_lists=None, Tensor? query_lists=None, int family=0"
 
 STABLE_TORCH_LIBRARY(flash_attn, m) {
   m.def("attention_forward(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? sink, " FLASH_ATTN_OPTIONS
@@ -35,10 +35,12 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   // one that is used then.
   m.def("cpu_limit_instruction_set(int most) -> int");
   // What a call would use on a GPU (dtype in the order of DataType, variant of Variant): numbers (arch, head dim, variant,
-  // tile rows, tile keys), or none and the letters of the reason. block_*: of a block mask; 0: there is none.
+  // tile rows, tile keys, family), or none and the letters of the reason. block_*: of a block mask; 0: there is none.
   m.def(
-      "gpu_plan(int device, int dtype, int dim, int dim_v, int variant, int keys, int block_rows=0, int block_keys=0) "
-      "-> (Tensor numbers, Tensor reason)");
+      "gpu_plan(int device, int dtype, int dim, int dim_v, int variant, int keys, int block_rows=0, int block_keys=0, "
+      "bool has_window=False, bool reachable=True, int family=0) -> (Tensor numbers, Tensor reason)");
+  // Whether q, k and v lie so that wgmma kernels can read them: gpu_plan's `reachable`.
+  m.def("gpu_is_reachable(Tensor q, Tensor k, Tensor v) -> bool");
   // For tests: as if GPUs had no more than this capability (10 · major + minor) and shared memory; 0 = no limit.
   m.def("gpu_limit_card(int capability, int block_shared) -> int");
   // For benchmarks: backward takes this tile of those that its kernel has (csrc/gpu/mma_sync/tiles.h), and refuses if there

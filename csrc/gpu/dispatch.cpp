@@ -66,7 +66,7 @@ Card card_of(int device) {
                     attribute(cudaDevAttrComputeCapabilityMinor, device),
                 attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                 attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device),
-                attribute(cudaDevAttrL2CacheSize, device)};
+                attribute(cudaDevAttrL2CacheSize, device), attribute(cudaDevAttrMultiProcessorCount, device)};
   };
   Card card;
   if (device < kCached) {
@@ -113,11 +113,35 @@ std::string no_kernel(const char* what, const Request& request, int device, cons
          std::to_string(std::max(request.dim, request.dim_v)) + " on " + describe(device, card);
 }
 
+std::string no_fwd_kernel(const Request& request, int device, const Card& card) {
+  if (request.family != Family::wgmma) return no_kernel("", request, device, card);
+  if (const char* refusal = refusal_of_wgmma(request, card))
+    return refusal + (card.capability == 90 ? std::string() : ", not on " + describe(device, card));
+  Request without_blocks = request;
+  without_blocks.block_rows = without_blocks.block_keys = 0;
+  if (request.block_rows > 0 && choose_kernel(kFwdKeys, without_blocks, card))
+    return "no tile of the wgmma kernels lies in one block of " + std::to_string(request.block_rows) + " × " +
+           std::to_string(request.block_keys);
+  return no_kernel("wgmma ", request, device, card);
+}
+
 constexpr const char* kTooMany = "more rows or heads than one launch can cover";
 
 std::string describe_error(int error) {
   if (error == cudaSuccess) return "";
   return std::string("the launch failed: ") + cudaGetErrorString(static_cast<cudaError_t>(error));
+}
+
+// Kernels count the tiles that they have taken. Launches on a stream, one after the other, can share the kernel's own
+// counters; a graph may be replayed on any stream, beside others, and takes its counters along.
+int give_counter(FwdLaunch& launch, void* stream, const Allocate& allocate) {
+  const auto of_call = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (const cudaError_t error = cudaStreamIsCapturing(of_call, &status)) return error;
+  if (status == cudaStreamCaptureStatusNone) return cudaSuccess;
+  constexpr size_t kBytes = 2 * sizeof(uint32_t);
+  launch.counter = static_cast<uint32_t*>(allocate(kBytes));
+  return cudaMemsetAsync(launch.counter, 0, kBytes, of_call);
 }
 
 template <class Function>
@@ -130,18 +154,22 @@ Function function_of(KernelKey key, std::span<const KernelKey> keys, const Funct
 Plan plan(const Request& request, int device) {
   const Card card = card_of(device);
   if (std::optional<Choice> choice = choose_kernel(kFwdKeys, request, card)) return {choice, ""};
-  return {std::nullopt, no_kernel("", request, device, card)};
+  return {std::nullopt, no_fwd_kernel(request, device, card)};
 }
 
 std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream,
-                    const Allocate& allocate) {
-  const Plan found = plan(request_of(params, variant_of(params), max_rows_k), device);
+                    Family family, const Allocate& allocate) {
+  const Plan found = plan(request_of(params, variant_of(params), max_rows_k, family), device);
   if (!found.choice) return found.reason;
-  auto launch = make_launch(params, *found.choice, max_rows_q, max_rows_k, card_of(device).l2_bytes);
+  const Card card = card_of(device);
+  auto launch = make_launch(params, *found.choice, max_rows_q, max_rows_k, card.l2_bytes);
   if (!launch) return kTooMany;
   if (launch->blocks == 0) return "";
   launch->device = device;
+  launch->sm_count = card.sm_count;
   if (params.block_mask.given()) launch->tiles.steps = static_cast<uint16_t*>(allocate(launch->tiles.bytes()));
+  if (family_of(found.choice->key) == Family::wgmma)
+    if (const int error = give_counter(*launch, stream, allocate)) return describe_error(error);
   return describe_error(function_of(found.choice->key, kFwdKeys, kFwdFunctions)(params, *launch, stream));
 }
 

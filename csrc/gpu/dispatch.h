@@ -20,10 +20,10 @@ Plan plan(const Request& request, int device);
 
 // Writes out, lse and the statistics of every real row; rows outside the sequences are left as they are. Returns what
 // went wrong, or nothing. `max_rows_*`: of the longest sequence. The device must be current; nothing waits for it.
-// `allocate`: memory that lasts until the launch has run.
+// `family`: the kernels that may serve it. `allocate`: memory that lasts until the launch has run.
 using Allocate = std::function<void*(int64_t bytes)>;
 std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream,
-                    const Allocate& allocate);
+                    Family family, const Allocate& allocate);
 
 // The launch of a backward, and the memory that it needs; or in a sentence why there is none.
 struct BwdPlan {

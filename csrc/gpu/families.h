@@ -14,6 +14,7 @@ struct FwdLaunch {
   TileOrder order;
   uint32_t blocks = 0;
   int device = 0;        // the current one
+  int sm_count = 0;      // of the card
   int tile = 0;          // index into the family's tiles of the key
   Divisor group;         // query heads of a key head
   float scale = 1;       // of QKᵀ
@@ -22,8 +23,9 @@ struct FwdLaunch {
   bool vectorised_qk = false;  // rows can be copied 16 bytes at a time
   bool vectorised_v = false;
   bool vectorised_out = false;
-  int64_t max_rows_q = 0;  // rows of a sequence that the grid covers
-  BlockTiles tiles;        // of rows
+  int64_t max_rows_q = 0;       // rows of a sequence that the grid covers
+  BlockTiles tiles;             // of rows
+  uint32_t* counter = nullptr;  // of tiles, in the call's memory and zero; null: the kernel's own
 };
 
 struct BwdLaunch {
@@ -56,5 +58,10 @@ int launch_fwd(const FwdParams& params, const FwdLaunch& launch, void* stream);
 template <KernelKey kKey>
 int launch_bwd(const BwdParams& params, const BwdLaunch& launch, void* stream);
 }  // namespace mma_sync
+
+namespace wgmma {
+template <KernelKey kKey>
+int launch_fwd(const FwdParams& params, const FwdLaunch& launch, void* stream);
+}  // namespace wgmma
 
 }  // namespace flash

@@ -10,6 +10,7 @@
 #include "common/visibility.h"
 #include "gpu/families.h"
 #include "gpu/mma_sync/tiles.h"
+#include "gpu/wgmma/tiles.h"
 
 namespace flash {
 
@@ -19,7 +20,13 @@ struct Card {
   int block_shared = 0;  // bytes of shared memory that a CTA may ask for
   int sm_shared = 0;     // bytes that an SM has for all of its CTAs, of which each takes kReservedShared more
   int64_t l2_bytes = 0;
+  int sm_count = 0;
 };
+
+// Namespaces of kernels, and folders.
+enum class Family : int { any, mma_sync, wgmma };
+
+constexpr Family family_of(KernelKey key) { return key.arch == Arch::sm90 ? Family::wgmma : Family::mma_sync; }
 
 struct Request {
   DataType dtype = DataType::kFloat32;
@@ -27,6 +34,9 @@ struct Request {
   Variant variant = Variant::plain;
   int64_t keys = 0;                        // of the longest sequence
   int64_t block_rows = 0, block_keys = 0;  // of a block mask without elements or left pads; 0: there is none
+  bool has_window = false;                 // a diagonal
+  bool reachable_by_tma = true;            // q, k and v
+  Family family = Family::any;             // that the call asks for
 
   // Whether a tile lies in one block of the mask: then no element of it has to be hidden.
   bool in_one_block(int tile_rows, int tile_keys) const {
@@ -34,9 +44,38 @@ struct Request {
   }
 };
 
-inline Request request_of(const AttentionParams& p, Variant variant, int64_t keys) {
+// Whether rows can be read or written 16 bytes at a time.
+inline bool is_vectorised(const Operand& x, int64_t dim) {
+  return dim % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.batch_stride % 8 == 0 &&
+         x.row_stride % 8 == 0 && x.head_stride % 8 == 0;
+}
+
+// Whether a tensor map can describe an operand: no axis is empty, strides are positive and below 2^40 bytes, coordinates
+// int32.
+inline bool is_reachable_by_tma(const Operand& x, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
+  const auto fits = [](int64_t size, int64_t stride) {
+    return size == 1 || (size > 1 && stride > 0 && stride < int64_t{1} << 39);
+  };
+  return dim > 0 && is_vectorised(x, dim) && rows < int64_t{1} << 31 && fits(batch, x.batch_stride) &&
+         fits(rows, x.row_stride) && fits(heads, x.head_stride);
+}
+inline bool is_reachable_by_tma(const AttentionParams& p) {
+  const int64_t batch = p.rows_q.cu_seqlens.given() ? 1 : p.batch;  // packed sequences lie behind each other
+  return is_reachable_by_tma(p.q, batch, p.rows_q.rows, p.heads, p.dim) &&
+         is_reachable_by_tma(p.k, batch, p.rows_k.rows, p.heads_k, p.dim) &&
+         is_reachable_by_tma(p.v, batch, p.rows_k.rows, p.heads_k, p.dim_v);
+}
+
+inline bool has_window(const AttentionParams& p) {
+  return p.window.causal || p.window.left >= 0 || p.window.right >= 0;
+}
+
+inline Request request_of(const AttentionParams& p, Variant variant, int64_t keys, Family family = Family::any) {
   Request request{p.dtype, p.dim, p.dim_v, variant, keys};
   if (p.block_mask.given()) request.block_rows = p.block_mask.rows, request.block_keys = p.block_mask.keys;
+  request.has_window = has_window(p);
+  request.reachable_by_tma = is_reachable_by_tma(p);
+  request.family = family;
   return request;
 }
 
@@ -47,9 +86,33 @@ struct Choice {
 
 inline constexpr int kReservedShared = 1024;
 
+// Why no kernel of the wgmma family can serve a request on any table; null: one may.
+inline const char* refusal_of_wgmma(const Request& request, const Card& card) {
+  // Code for sm_90a runs on nothing newer.
+  if (card.capability != 90) return "wgmma kernels run on compute capability 9.0 alone";
+  if (!request.reachable_by_tma)
+    return "wgmma kernels read q, k and v by TMA: none may be empty, addresses, strides and head dims must be whole 16 "
+           "bytes, and strides positive";
+  if (request.variant == Variant::biased)
+    return "wgmma kernels have no bias, no mask, and no block mask with elements or left pads";
+  return nullptr;
+}
+
+// The first tile that fits.
+inline std::optional<int> choose_wgmma_tile(KernelKey key, const Card& card, const Request& request) {
+  const wgmma::Tiles tiles = wgmma::fwd_tiles(key);
+  for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].warpgroups > 0; ++i) {
+    const int64_t from_keys = request.has_window ? tiles[i].from_keys_of_windows : tiles[i].from_keys;
+    if (tiles[i].shared_bytes(key.head_dim) <= card.block_shared && request.keys >= from_keys &&
+        request.in_one_block(tiles[i].rows(), tiles[i].keys))
+      return i;
+  }
+  return std::nullopt;
+}
+
 // The first tile for that many keys of which as many CTAs fit on an SM as its registers allow; if there is none, the
 // last that fits at all.
-inline std::optional<int> choose_tile(KernelKey key, const Card& card, const Request& request) {
+inline std::optional<int> choose_mma_sync_tile(KernelKey key, const Card& card, const Request& request) {
   const mma_sync::Tiles tiles = mma_sync::fwd_tiles(key);
   std::optional<int> fits;
   for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].rows > 0; ++i) {
@@ -63,6 +126,25 @@ inline std::optional<int> choose_tile(KernelKey key, const Card& card, const Req
   return fits;
 }
 
+inline std::optional<int> choose_tile(KernelKey key, const Card& card, const Request& request) {
+  if (family_of(key) == Family::mma_sync) return choose_mma_sync_tile(key, card, request);
+  if (refusal_of_wgmma(request, card) != nullptr) return std::nullopt;
+  return choose_wgmma_tile(key, card, request);
+}
+
+struct TileSize {
+  int rows = 0, keys = 0;
+};
+
+inline TileSize fwd_tile_size(Choice choice) {
+  if (family_of(choice.key) == Family::wgmma) {
+    const wgmma::Tile tile = wgmma::fwd_tiles(choice.key)[choice.tile];
+    return {tile.rows(), tile.keys};
+  }
+  const mma_sync::Tile tile = mma_sync::fwd_tiles(choice.key)[choice.tile];
+  return {tile.rows, tile.keys};
+}
+
 // Whether a backward tile is there, fits the card, and can serve the request's block mask.
 inline bool bwd_tile_fits(KernelKey key, int tile, const Card& card, const Request& request) {
   const mma_sync::BwdTiles tiles = mma_sync::bwd_tiles(key);
@@ -73,8 +155,9 @@ inline bool bwd_tile_fits(KernelKey key, int tile, const Card& card, const Reque
          (key.variant == Variant::biased || request.in_one_block(t.rows, t.keys));
 }
 
-// The first that does.
+// The first that does. Only mma_sync has backward kernels.
 inline std::optional<int> choose_bwd_tile(KernelKey key, const Card& card, const Request& request) {
+  if (family_of(key) != Family::mma_sync) return std::nullopt;
   for (int i = 0; i < static_cast<int>(mma_sync::BwdTiles().size()); ++i)
     if (bwd_tile_fits(key, i, card, request)) return i;
   return std::nullopt;
@@ -89,7 +172,7 @@ inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, con
   std::optional<Choice> best;
   for (const KernelKey& key : table) {
     if (static_cast<int>(key.arch) > card.capability || key.dtype != request.dtype || key.head_dim < dim ||
-        key.variant < request.variant)
+        key.variant < request.variant || (request.family != Family::any && request.family != family_of(key)))
       continue;
     const std::optional<int> tile = choose(key, card, request);
     if (!tile) continue;
@@ -99,12 +182,6 @@ inline std::optional<Choice> choose_kernel(std::span<const KernelKey> table, con
     if (!best || rank(key) < rank(best->key)) best = Choice{key, *tile};
   }
   return best;
-}
-
-// Whether rows can be read or written 16 bytes at a time.
-inline bool is_vectorised(const Operand& x, int64_t dim) {
-  return dim % 8 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.batch_stride % 8 == 0 &&
-         x.row_stride % 8 == 0 && x.head_stride % 8 == 0;
 }
 
 // The simplest variant that has what the call needs. A scale that is not well inside fp32's range, or not positive, is
@@ -123,9 +200,6 @@ inline Variant variant_of(const AttentionParams& p) {
 // Heads whose tiles are dealt out together. Without a diagonal all row blocks of a head cost the same: one head after
 // the other. With one, the long row blocks of several heads come first, as many as half the L2 cache holds the keys of.
 // Measured on a GPU with 60 MB of L2: less than 4 leaves a tail of long tiles at the end, more than 32 gains nothing.
-inline bool has_window(const AttentionParams& p) {
-  return p.window.causal || p.window.left >= 0 || p.window.right >= 0;
-}
 inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
   if (!has_window(p)) return 1;
   const int64_t head_bytes = std::max<int64_t>(1, p.rows_k.rows * (p.dim + p.dim_v) * 2 / p.group());
@@ -164,7 +238,7 @@ inline BlockTiles block_tiles(const AttentionParams& p, int64_t own_tiles, int64
 // `max_rows_*`: of the longest sequence. nullopt: more tiles than a grid can have, or rows than positions.
 inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, int64_t max_rows_q, int64_t max_rows_k,
                                             int64_t l2_bytes) {
-  const mma_sync::Tile tile = mma_sync::fwd_tiles(choice.key)[choice.tile];
+  const TileSize tile = fwd_tile_size(choice);
   const int64_t all_heads = p.batch * p.heads, m_blocks = divide_up(max_rows_q, tile.rows);
   const bool packed = p.rows_k.cu_seqlens.given();
   if (max_rows_q > kMostRows || (!packed && p.rows_k.rows > kMostRows) || all_heads > kMostBlocks ||

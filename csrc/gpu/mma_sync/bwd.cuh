@@ -261,9 +261,10 @@ __global__ void __launch_bounds__(kThreads)
     const int row = first_row + (F::kDealt ? dealt_query(place) : place);
     const int block16 = (part * (F::kDqAtOnce / 16) + n / 2) * F::kDqSplits + warp / F::kTile.dq_row_warps;
     const int column = 16 * block16 + n % 2 * 8;
-    if (row >= rows.length || column >= p.dim) continue;
+    // Before any branch, so that the loads of several rounds are under way at once; the sums have all rows of a block.
     const auto* from = reinterpret_cast<const float4*>(sums + 2 * index * F::kThreads + 4 * quad);
     const float4 even = from[0], odd = from[F::kThreads / 4];
+    if (row >= rows.length || column >= p.dim) continue;
     const auto pair = [&](float a, float b) { return ptx::pack<kType>(launch.scale * a, launch.scale * b); };
     const uint4 all{pair(even.x, odd.x), pair(even.y, odd.y), pair(even.z, odd.z), pair(even.w, odd.w)};
     uint16_t* target = out + row * p.dq.row_stride + column;

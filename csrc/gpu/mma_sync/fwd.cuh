@@ -17,22 +17,6 @@
 
 namespace flash::mma_sync {
 
-// Impossible lengths (nobody on the host has read them): nothing is computed, and NaN says so.
-template <int kThreads>
-__device__ __noinline__ void store_nan(const FwdParams& p, int64_t batch, int64_t head) {
-  Sequence whole{batch, {}, {}};  // from the tensor's first row on
-  Range rows{0, p.rows_q.rows};
-  if (p.rows_q.cu_seqlens.given())
-    rows = intersect(rows, {p.rows_q.cu_seqlens[batch], p.rows_q.cu_seqlens[batch + 1]});
-  else
-    whole.q.batch = batch;
-  for (int64_t row = rows.begin + threadIdx.x; row < rows.end; row += kThreads) {
-    auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(whole.q.batch, head, row);
-    for (int64_t d = 0; d < p.dim_v; ++d) out[d] = 0x7FFF;  // NaN in fp16 and in bf16
-    store_statistics(p, whole, head, static_cast<int>(row), {NAN, NAN});
-  }
-}
-
 // What all threads of a CTA know alike. In shared memory, because S and O leave no register for it: whoever needs a
 // number reads it anew.
 struct Work {
@@ -97,7 +81,7 @@ __device__ __forceinline__ bool start_tile(const FwdParams& p, const FwdLaunch& 
   if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
       !rows_are_possible(p.rows_k, sequence.k, tile.batch,
                          launch.tiles.steps == nullptr ? -1 : int64_t{launch.tiles.other_tiles} * F::kKeys)) {
-    if (tile.m_block == 0) store_nan<F::kThreads>(p, tile.batch, tile.head);
+    if (tile.m_block == 0) store_nan(p, tile.batch, tile.head, static_cast<int>(threadIdx.x), F::kThreads);
     return false;
   }
   if (tile.m_block * F::kRows >= sequence.q.length) return false;

@@ -20,6 +20,9 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   return x;
 }
 
+// What is in memory is read anew behind this, also what has just been written: registers are free for something else.
+__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
+
 // Four bytes, each all ones or all zeros: the sign of the byte of (a, b) that kSelector's digit names, with its bit 3
 // set; b has bytes 4 to 7.
 template <uint32_t kSelector>

@@ -11,6 +11,7 @@ namespace flash {
 struct TileSteps {
   const uint16_t* steps = nullptr;
 
+  TileSteps() = default;
   __device__ __forceinline__ TileSteps(const BlockTiles& tiles, int64_t batch, int64_t head, int tile) {
     if (tiles.steps == nullptr) return;
     const int64_t row = (batch * tiles.batch_planes + head * tiles.head_planes) * tiles.own_tiles + tile;

@@ -18,6 +18,21 @@ __device__ __forceinline__ void store_statistics(const FwdParams& p, const Seque
   static_cast<float*>(p.lse.data)[p.lse.offset(batch, head, tensor_row)] = log_sum_exp(statistics);
 }
 
+// Impossible lengths (nobody on the host has read them): nothing is computed, and NaN says so.
+inline __device__ __noinline__ void store_nan(const FwdParams& p, int64_t batch, int64_t head, int thread, int threads) {
+  Sequence whole{batch, {}, {}};  // from the tensor's first row on
+  Range rows{0, p.rows_q.rows};
+  if (p.rows_q.cu_seqlens.given())
+    rows = intersect(rows, {p.rows_q.cu_seqlens[batch], p.rows_q.cu_seqlens[batch + 1]});
+  else
+    whole.q.batch = batch;
+  for (int64_t row = rows.begin + thread; row < rows.end; row += threads) {
+    auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(whole.q.batch, head, row);
+    for (int64_t d = 0; d < p.dim_v; ++d) out[d] = 0x7FFF;  // NaN in fp16 and in bf16
+    store_statistics(p, whole, head, static_cast<int>(row), {NAN, NAN});
+  }
+}
+
 // The row of this thread when the four threads that share 2 · kM rows take one each: its place among them is lane % 4.
 struct OwnRow {
   float reference = -INFINITY, row_sum = 0;
@@ -94,6 +109,36 @@ __device__ __forceinline__ void store_rows(uint32_t tile, uint16_t* out, const H
 #pragma unroll
       for (int d = 0; d < 8; ++d)
         if (d < columns) target[d] = static_cast<uint16_t>(pairs[d / 2] >> (16 * (d % 2)));
+    }
+  }
+}
+
+// A warp's O (16 rows from `first` on) goes from registers to the tensor, whose rows are vectorised: four lanes that share a
+// row change their pairs of columns for 16 bytes of one n8 tile each.
+template <DataType kType, int kO>
+__device__ __forceinline__ void store_fragments(uint16_t* out, int64_t row_stride, int dim, const float (&rO)[kO][4],
+                                                int first, int rows, int lane) {
+  static_assert(kO % 4 == 0);
+  const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
+  const auto swap = [](uint32_t& a, uint32_t& b, bool first_of_both, int distance) {
+    const uint32_t other = __shfl_xor_sync(~0u, first_of_both ? a : b, distance);
+    (first_of_both ? a : b) = other;
+  };
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first + 8 * half + lane / 4;
+    uint16_t* target = out + row * row_stride + lane % 4 * 8;
+#pragma unroll
+    for (int n = 0; n < kO; n += 4) {
+      uint32_t x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = ptx::pack<kType>(rO[n + i][2 * half], rO[n + i][2 * half + 1]);
+      swap(x[0], x[1], odd, 1);
+      swap(x[2], x[3], odd, 1);
+      swap(x[0], x[2], upper, 2);
+      swap(x[1], x[3], upper, 2);
+      if (row < rows && 8 * n + lane % 4 * 8 < dim)
+        *reinterpret_cast<uint4*>(target + 8 * n) = uint4{x[0], x[1], x[2], x[3]};
     }
   }
 }

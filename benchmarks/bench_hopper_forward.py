@@ -1,0 +1,101 @@
+"""Speed of the Hopper forward (wgmma) beside cuDNN and, where it can be imported, FlashAttention-3, in one process: bursts
+of some milliseconds in random order with idle gaps, CUDA events, medians.
+
+    python benchmarks/bench_hopper_forward.py [--quick] [--rounds 3] [--dims 64 128 256] [--out ...]
+
+bf16, 16k tokens in all, heads · dim = 2048. FLOPs are counted as 4 · batch · heads · seqlen² · dim, half for causal, for
+everyone. FlashAttention-3 is a module `fa3` with `fwd(q, k, v, causal=)` on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench_gpu_forward import SEQLENS, TOKENS, WIDTH, clock_mhz, compare, inputs, plot_lines
+from harness import RESULTS, header, table
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from flash_attn import flash_attn_func
+
+Call = Callable[[], object]
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+
+    def call() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return call
+
+
+def peers() -> dict[str, Callable[[Tensor, Tensor, Tensor, bool], Call]]:
+    found = {"cuDNN": cudnn}
+    try:
+        fa3 = importlib.import_module("fa3")
+        found["FlashAttention-3"] = lambda q, k, v, causal: lambda: fa3.fwd(q, k, v, causal=causal)
+    except ImportError:
+        pass
+    return found
+
+
+def measure(
+    dim: int, causal: bool, seqlen: int, rounds: int, others: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Call]]
+) -> dict[str, float]:
+    """TFLOP/s of ours and of each peer."""
+    batch, heads = TOKENS // seqlen, max(1, WIDTH // dim)
+    q, k, v = inputs(batch, seqlen, heads, dim)
+    flops = 4 * batch * heads * seqlen**2 * dim / (2 if causal else 1)
+    calls: dict[str, Call] = {"ours": lambda: flash_attn_func(q, k, v, causal=causal, backend="wgmma")}
+    for name, make in others.items():
+        call = make(q, k, v, causal)
+        try:
+            call()
+        except RuntimeError:  # a head dim that it does not have
+            continue
+        calls[name] = call
+    return {name: flops / t / 1e12 for name, t in compare(calls, flops / 600e12, rounds).items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--out", type=Path, default=RESULTS / "hopper_forward.md")
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    random.seed(0)
+    others = peers()
+    rows, results, ratios = [], {}, []
+    with torch.no_grad():
+        for dim in given.dims:
+            for causal in (False, True):
+                cells = results[dim, causal] = {}
+                for seqlen in SEQLENS[1::3] if given.quick else SEQLENS:
+                    cell = cells[seqlen] = measure(dim, causal, seqlen, given.rounds, others)
+                    best = max(value for name, value in cell.items() if name != "ours")
+                    ratios.append(cell["ours"] / best)
+                    numbers = [f"{cell[name]:.0f}" if name in cell else "" for name in (*others, "ours")]
+                    rows.append([dim, "yes" if causal else "no", seqlen, *numbers, f"{ratios[-1]:.2f}", clock_mhz()])
+                    print(*rows[-1], flush=True)
+    columns = ["dim", "causal", "seqlen", *others, "ours", "ours / best peer", "MHz after"]
+    text = header("Hopper forward, bf16: TFLOP/s") + "\n" + table(columns, rows)
+    text += f"\nGeometric mean of ours / best peer: {statistics.geometric_mean(ratios):.3f}; least: {min(ratios):.2f}.\n"
+    text += f"\n![TFLOP/s over sequence length]({given.out.stem}.png)\n"
+    print(text)
+    given.out.write_text(text)
+    plot_lines(results, ("ours", *others), given.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+// Barriers in shared memory that count arrivals and bytes: what a copy that nobody executes can arrive at. sm_90.
+#pragma once
+
+#include <cstdint>
+
+namespace flash::ptx {
+
+// A phase ends when `arrivals` threads have arrived and all bytes that were announced are there. The first has parity 0.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+// What was initialised is seen by the copy engine.
+__device__ __forceinline__ void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and announces `bytes` that copies will bring.
+__device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Until the phase of this parity has ended; of the phase before the first one (parity 1) nobody waits.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "again_%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+      "@!p bra again_%=;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace flash::ptx

@@ -1,0 +1,351 @@
+// Forward with wgmma: Algorithm 1 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention" (2022), on Hopper.
+//
+// Grid: one CTA an SM, which takes tiles of query rows from a counter until there are none. Of warpgroup 0 one thread finds
+// the next tile and its key blocks, and one has the copy engine fill rings of buffers; each other warpgroup owns 64 rows with
+// S, P and O in registers. QKᵀ of a block is asked for together with P V of the block before, and the softmax
+// of one warpgroup runs beside the products of the others: they take turns in asking.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <unordered_map>
+
+#include "gpu/ptx/barrier.cuh"
+#include "gpu/ptx/wgmma.cuh"
+#include "gpu/passes/block_tiles.cuh"
+#include "gpu/tile/epilogue.cuh"
+#include "gpu/tile/launch.cuh"
+#include "gpu/tile/score.cuh"
+#include "gpu/wgmma/producer.cuh"
+#include "gpu/wgmma/softmax.cuh"
+
+namespace flash::wgmma {
+
+// What a consumer warp keeps from tile to tile.
+template <class F>
+struct Consumer {
+  Messages<F>& messages;
+  int warpgroup, warp, lane;  // of the consumers; of the warpgroup; of the warp
+  uint64_t q0, k0, v0;        // the first buffers as operands
+  Ring<F::kStagesQ> q;
+  Ring<F::kStages> k, v;
+  Ring<2> slot;
+
+  // One lane of each warp says that the warp needs a buffer no longer.
+  __device__ __forceinline__ void release(const uint64_t& empty) const {
+    if (lane == 0) ptx::mbarrier_arrive(address(empty));
+  }
+  static __device__ __forceinline__ void wait(const uint64_t& full, int parity) {
+    ptx::mbarrier_wait(address(full), parity);
+  }
+
+  __device__ __forceinline__ void release_tile() {
+    __syncwarp();
+    release(messages.tile_empty[slot.stage]);
+    slot.advance();
+  }
+
+  // Warpgroups ask for products one after the other.
+  __device__ __forceinline__ void wait_for_turn() const { ptx::barrier_sync(1 + warpgroup, 256); }
+  __device__ __forceinline__ void end_turn() const {
+    ptx::barrier_arrive(1 + (warpgroup + 1) % F::kWarpgroups, 256);
+  }
+};
+
+// Asks for S = Q Kᵀ.
+template <class F>
+__device__ __forceinline__ void multiply_score(float (&rS)[F::kN][4], uint64_t q, uint64_t k) {
+#pragma unroll
+  for (int depth = 0; depth < F::kDepth; ++depth) {
+    const int panel = depth / 4, step = depth % 4 * 2;  // 16 columns are 32 bytes
+    ptx::wgmma_rows<F::kKey.dtype, F::kKeys>(rS, q + panel * (F::kPanelBytesQ >> 4) + step,
+                                             k + panel * (F::kPanelBytesKV >> 4) + step, depth > 0);
+  }
+}
+
+// Asks for O = (has_sum ? O : 0) + P V.
+template <class F>
+__device__ __forceinline__ void multiply_value(float (&rO)[F::kO][4], const uint32_t (&rP)[F::kValueDepth][4],
+                                               uint64_t v, bool has_sum) {
+#pragma unroll
+  for (int depth = 0; depth < F::kValueDepth; ++depth)
+    ptx::wgmma_columns<F::kKey.dtype, F::kHeadDim>(rO, rP[depth], v + depth * (16 * 128 >> 4), depth > 0 || has_sum);
+}
+
+// The sink joins the sum, O is normalised and stored, and so are the statistics.
+template <class F>
+__device__ __forceinline__ void finish_tile(const FwdParams& p, const FwdLaunch& launch, const TileWork& work,
+                                            const LazySoftmax& softmax, float (&rO)[1][F::kO][4], ScoreUnit unit,
+                                            int own_row, int lane) {
+  const OwnRow own = flash::own_row(softmax, lane);
+  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head];
+  const FinishedRow finished = finish_row(own.reference, own.row_sum, sink, unit);
+  const int position = work.first_row + own_row + lane / 4 + lane % 4 * 8;
+  if (lane % 4 < 2 && position < work.rows)
+    store_statistics(p, work.sequence, work.head, position, finished.statistics);
+  scale_rows(rO, finished.normalise * (F::kDropout ? launch.keep_scale : 1.f), lane);
+  const Rows& rows = work.sequence.q;
+  auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(rows.batch, work.head, rows.first());
+  store_fragments<F::kKey.dtype>(out, p.out.row_stride, static_cast<int>(p.dim_v), rO[0], work.first_row + own_row,
+                                 work.rows, lane);
+}
+
+// A tile whose rows see no key, or whose lengths cannot be.
+template <class F>
+__device__ __forceinline__ void store_special(const FwdParams& p, const TileWork& work, ScoreUnit unit, int thread,
+                                              int lane) {
+  if (work.state == TileWork::kImpossible) {
+    store_nan(p, work.batch, work.head, thread, F::kConsumers);
+    return;
+  }
+  const Rows& rows = work.sequence.q;
+  auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(rows.batch, work.head, rows.first());
+  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head];
+  const FinishedRow finished = finish_row(-INFINITY, 0, sink, unit);
+#pragma unroll 1
+  for (int row = work.first_row + thread / 32; row < min(work.rows, work.first_row + F::kRows);
+       row += F::kConsumers / 32) {
+    for (int d = lane; d < p.dim_v; d += 32) out[row * p.out.row_stride + d] = 0;
+    if (lane == 0) store_statistics(p, work.sequence, work.head, row, finished.statistics);
+  }
+}
+
+template <class F>
+__device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, const FwdLaunch& launch) {
+  Messages<F>& messages = self.messages;
+  const ScoreUnit unit =
+      F::kModified ? ScoreUnit{1.f, kLog2E<float>} : ScoreUnit{launch.scale, launch.scale * kLog2E<float>};
+  const int own_row = 64 * self.warpgroup + 16 * self.warp;  // the warp's first in a tile
+  float rS[1][F::kN][4], rO[1][F::kO][4];
+  uint32_t rP[F::kValueDepth][4];
+  int block = 0;         // what the loader says of the keys that S is of
+  bool has_sum = false;  // O is one of this tile
+
+  const auto release_v = [&] { self.release(messages.v_empty[self.v.stage]), self.v.advance(); };
+  const auto release_k = [&] {
+    if ((block & kIsLast) != 0) self.release(messages.q_empty[self.q.stage]), self.q.advance();
+    self.release(messages.k_empty[self.k.stage]), self.k.advance();
+  };
+  const auto wait_for_k = [&] {
+    self.wait(messages.k_full[self.k.stage], self.k.parity);
+    block = *static_cast<volatile int*>(&messages.block[self.k.stage]);
+  };
+  const auto ask_for_score = [&] {
+    ptx::wgmma_fence();
+    ptx::pin(rS[0]);
+    multiply_score<F>(rS[0], self.q0 + self.q.stage * (F::kBytesQ >> 4), self.k0 + self.k.stage * (F::kBytesKV >> 4));
+  };
+  const auto ask_for_value = [&] {
+    self.wait(messages.v_full[self.v.stage], self.v.parity);
+    ptx::wgmma_fence();
+    ptx::pin(rP);
+    ptx::pin(rO[0]);
+    multiply_value<F>(rO[0], rP, self.v0 + self.v.stage * (F::kBytesKV >> 4), has_sum);
+    ptx::wgmma_commit();
+    has_sum = true;
+  };
+
+  bool has_score = false;  // of the tile's first block
+  while (true) {
+    self.wait(messages.tile_full[self.slot.stage], self.slot.parity);
+    const TileWork& work = messages.tile[self.slot.stage];
+    if (work.state != TileWork::kBlocks) {
+      if (work.state == TileWork::kEnd) break;
+      store_special<F>(p, work, unit, static_cast<int>(threadIdx.x) - 128, self.lane);
+      self.release_tile();
+      continue;
+    }
+    const auto place = [&] {
+      return FragmentPlace{work.first_row + own_row + self.lane / 4, self.lane % 4 * 2, work.rows, work.keys};
+    };
+    LazySoftmax softmax(unit);
+    WarpDropout<1, F::kDropout ? F::kKeys : 0, false> dropout;
+    if constexpr (F::kDropout) dropout.begin(work.dropout, place().row, place().column);
+    const float slope = F::kModified ? alibi_slope<float>(p.score, work.batch, work.head) : 0.f;
+    const auto draw = [&] {
+      if constexpr (F::kDropout)
+        if (p.dropout.given()) dropout.draw(work.dropout, (block & kBlockNumber) * F::kKeys);
+    };
+    const auto finish_score = [&] {
+      const int first_key = (block & kBlockNumber) * F::kKeys;
+      if constexpr (F::kModified)
+        scale_and_modify(rS, place(), launch.scale, softcap_of<float>(p.score), slope, work.visibility.diagonal,
+                         first_key);
+      if ((block & kHasHidden) != 0)
+        hide_unseen(rS, place(), DiagonalInterval(work.visibility, place().row), first_key);
+    };
+    const auto drop = [&] {
+      if constexpr (F::kDropout)
+        if (p.dropout.given()) {
+#pragma unroll
+          for (int depth = 0; depth < F::kValueDepth; ++depth)
+            dropout.drop(rP[depth], 0, depth, work.dropout, (block & kBlockNumber) * F::kKeys, launch.threshold);
+        }
+    };
+
+    // The first block's maxima are the rows' first references.
+    if (!has_score) {
+      self.wait(messages.q_full[self.q.stage], self.q.parity);
+      wait_for_k();
+      ask_for_score();
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::pin(rS[0]);
+      release_k();
+    }
+    has_sum = false;
+    draw();
+    finish_score();
+    add_block<F::kKey.dtype, true>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
+    drop();
+
+    // S of the next block beside P V of this one
+#pragma unroll 1
+    while (__any_sync(~0u, (block & kIsLast) == 0)) {
+      wait_for_k();
+      self.wait_for_turn();
+      ask_for_score();
+      ptx::wgmma_commit();
+      ask_for_value();
+      self.end_turn();
+      draw();
+      ptx::wgmma_wait<1>();
+      ptx::pin(rS[0]);
+      release_k();
+      finish_score();
+      ptx::wgmma_wait<0>();
+      ptx::pin(rO[0]);
+      release_v();
+      add_block<F::kKey.dtype, false>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
+      drop();
+    }
+
+    // P V of the last block, and beside the end of this tile S of the next tile's first block
+    ask_for_value();
+    Ring<2> next = self.slot;
+    next.advance();
+    self.wait(messages.tile_full[next.stage], next.parity);
+    has_score = messages.tile[next.stage].state == TileWork::kBlocks;
+    if (has_score) {
+      self.wait(messages.q_full[self.q.stage], self.q.parity);
+      wait_for_k();
+    }
+    ask_for_score();  // of whatever is there, if there is no next one: a branch would make all products wait for each other
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    ptx::pin(rO[0]);
+    release_v();
+    finish_tile<F>(p, launch, work, softmax, rO, unit, own_row, self.lane);
+    self.release_tile();
+    ptx::wgmma_wait<0>();
+    ptx::pin(rS[0]);
+    if (has_score) release_k();
+  }
+}
+
+// (The key comes in parts: nvcc 13 writes stubs that do not compile for kernels with class-type arguments.)
+template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
+    fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ FwdLaunch launch,
+               const __grid_constant__ TensorMaps maps, uint32_t* counter) {
+  using F = Fwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
+  extern __shared__ uint8_t shared[];
+  static __shared__ __align__(16) uint8_t message_bytes[sizeof(Messages<F>)];
+  Messages<F>& messages = *reinterpret_cast<Messages<F>*>(message_bytes);
+  const uint32_t sQ = (ptx::shared_address(shared) + 1023) & ~1023u;  // swizzles repeat every 1024 bytes
+  const uint32_t sK = sQ + F::kStagesQ * F::kBytesQ, sV = sK + F::kStages * F::kBytesKV;
+  const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
+
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = 4 * F::kWarpgroups;
+    const auto init = [](auto& full, auto& empty, int readers) {
+      for (uint64_t& x : full) ptx::mbarrier_init(address(x), 1);
+      for (uint64_t& x : empty) ptx::mbarrier_init(address(x), readers);
+    };
+    init(messages.q_full, messages.q_empty, kWarps);
+    init(messages.k_full, messages.k_empty, kWarps);
+    init(messages.v_full, messages.v_empty, kWarps);
+    init(messages.tile_full, messages.tile_empty, kWarps + 1);  // and the loader
+    ptx::mbarrier_init_fence();
+  }
+  __syncthreads();  // everybody's barriers are there
+
+  if (warpgroup == 0) {
+    ptx::give_registers_back<F::kProducerRegisters>();
+    if (threadIdx.x == 0) load<F>(p, maps, messages, sQ, sK, sV);
+    if (threadIdx.x == 32) schedule<F>(p, launch, counter, messages);
+    return;
+  }
+  ptx::take_registers<F::kConsumerRegisters>();
+  const int own = warpgroup - 1, lane = static_cast<int>(threadIdx.x % 32);
+  Consumer<F> self{messages,
+                   own,
+                   static_cast<int>(threadIdx.x / 32 % 4),
+                   lane,
+                   ptx::wgmma_operand(sQ + own * F::kBytesOfWarpgroup, 16),
+                   ptx::wgmma_operand(sK, 16),
+                   ptx::wgmma_operand(sV, F::kPanelBytesKV)};
+  if (own == F::kWarpgroups - 1) self.end_turn();  // the first one's turn comes first
+  consume<F>(self, p, launch);
+}
+
+// ---- Launch ---------------------------------------------------------------------------------------------------------
+
+// Zero whenever no launch is running.
+static __device__ uint32_t stream_counters[2 * kMostStreams];
+
+// This kernel's counters of a stream: launches of one stream run one after the other. nullptr: there are too many streams.
+inline uint32_t* counters_of(cudaStream_t stream, int device) {
+  static std::mutex mutex;
+  static std::unordered_map<unsigned long long, int> places;  // by the stream's number, which no other will ever have
+  unsigned long long number = 0;
+  void* counters = nullptr;
+  if (cudaStreamGetId(stream, &number) != cudaSuccess ||
+      cudaGetSymbolAddress(&counters, stream_counters) != cudaSuccess)
+    return nullptr;
+  const std::lock_guard lock(mutex);
+  const auto found = places.try_emplace(number * 64 + device, static_cast<int>(places.size())).first;
+  return found->second < kMostStreams ? static_cast<uint32_t*>(counters) + 2 * found->second : nullptr;
+}
+
+template <KernelKey kKey, int kTile>
+int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* given_stream) {
+  using F = Fwd<kKey, kTile>;
+  constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim) - 1024;
+  static_assert(sizeof(Messages<F>) <= 1024);
+  const auto kernel = fwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads>;
+  const auto stream = static_cast<cudaStream_t>(given_stream);
+  static std::atomic<uint64_t> allowed{0};
+  if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
+    return error;
+  TensorMaps maps;
+  if (!make_tensor_maps(maps, params, F::kKeys)) return cudaErrorInvalidValue;
+  uint32_t* counter = launch.counter != nullptr ? launch.counter : counters_of(stream, launch.device);
+  if (counter == nullptr) return cudaErrorInvalidResourceHandle;
+  make_block_tiles<false>(params, launch.tiles, F::kRows, F::kKeys, stream);
+  const uint32_t ctas = launch.blocks < static_cast<uint32_t>(launch.sm_count) ? launch.blocks : launch.sm_count;
+  kernel<<<ctas, F::kThreads, kSharedBytes, stream>>>(params, launch, maps, counter);
+  return cudaGetLastError();
+}
+
+template <KernelKey kKey, int kTile = 0>
+int launch_tile_from(const FwdParams& params, const FwdLaunch& launch, void* stream) {
+  constexpr Tiles kTiles = fwd_tiles(kKey);
+  if constexpr (kTile < static_cast<int>(kTiles.size()) && kTiles[kTile].warpgroups > 0) {
+    if (launch.tile == kTile) return launch_tile<kKey, kTile>(params, launch, stream);
+    return launch_tile_from<kKey, kTile + 1>(params, launch, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <KernelKey kKey>
+int launch_fwd(const FwdParams& params, const FwdLaunch& launch, void* stream) {
+  return launch_tile_from<kKey>(params, launch, stream);
+}
+
+}  // namespace flash::wgmma
+
+#define FLASH_ATTN_INSTANTIATE_FWD(family, arch, dtype, head_dim, variant)                                   \
+  template int flash::family::launch_fwd<flash::KernelKey{flash::Arch::arch, flash::table::dtype, head_dim,  \
+                                                          flash::Variant::variant}>(const flash::FwdParams&, \
+                                                                                    const flash::FwdLaunch&, void*);

@@ -1,0 +1,48 @@
+// Tile sizes of the wgmma kernels. Plain C++: the host chooses by them, too.
+#pragma once
+
+#include <array>
+
+#include "common/kernel_key.h"
+
+namespace flash::wgmma {
+
+// One CTA computes 64 query rows of a head for each of its consumer warpgroups, against `keys` keys at a time; one more
+// warpgroup loads. Q, K and V lie in panels of 64 columns.
+struct Tile {
+  int warpgroups = 0, keys = 0;
+  int q_stages = 1, kv_stages = 2;   // buffers
+  int64_t from_keys = 0;             // the length of sequences from which on it is the better choice
+  int64_t from_keys_of_windows = 0;  // the same of calls with a diagonal
+
+  constexpr int rows() const { return 64 * warpgroups; }
+  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  static constexpr int columns(int head_dim) { return (head_dim + 63) / 64 * 64; }
+  constexpr int q_bytes(int head_dim) const { return rows() * columns(head_dim) * 2; }
+  constexpr int kv_bytes(int head_dim) const { return keys * columns(head_dim) * 2; }
+  // The buffers, as much as it takes to align them, and barriers.
+  constexpr int shared_bytes(int head_dim) const {
+    return 1024 + q_stages * q_bytes(head_dim) + 2 * kv_stages * kv_bytes(head_dim) + 1024;
+  }
+};
+
+// In order of preference: the first that suits the card and the call is used. Unused places have no warpgroups.
+using Tiles = std::array<Tile, 4>;
+
+constexpr Tiles fwd_tiles(KernelKey key) {
+  constexpr Tile kSquare{2, 128, 2, 2}, kFlat{2, 64, 2, 2};  // also those for block masks
+  const bool is_modified = key.variant >= Variant::modified;
+  if (key.head_dim <= 64) {
+    if (key.variant == Variant::plain) return {{{3, 128, 2, 3, 8192, 8192}, {4, 64, 2, 3}, {2, 128, 2, 3}}};
+    return {{{4, 64, 2, 3}, is_modified ? kFlat : kSquare}};
+  }
+  if (key.head_dim <= 96) return {{is_modified ? kFlat : kSquare}};
+  if (key.head_dim <= 128) {
+    if (key.variant == Variant::plain) return {{{3, 80, 2, 3, 8192, 16384}, kSquare}};
+    return {{{3, 64, 2, 3, 8192, 16384}, is_modified ? kFlat : kSquare}};
+  }
+  if (key.head_dim <= 192 && key.variant == Variant::plain) return {{{2, 96, 1, 2}, {2, 64, 1, 2}}};
+  return {{{2, 64, 1, 2}}};
+}
+
+}  // namespace flash::wgmma

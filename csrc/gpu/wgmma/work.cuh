@@ -1,0 +1,77 @@
+// What a CTA of the forward with wgmma is, and what its producer tells its consumers.
+#pragma once
+
+#include "common/sequence.h"
+#include "common/visibility.h"
+#include "gpu/families.h"
+#include "gpu/tile/block_tiles.cuh"
+#include "gpu/tile/dropout.cuh"
+#include "gpu/wgmma/tensor_map.h"
+#include "gpu/wgmma/tiles.h"
+
+namespace flash::wgmma {
+
+template <KernelKey kKeyOf, int kTileOf>
+struct Fwd {
+  static constexpr KernelKey kKey = kKeyOf;
+  static constexpr Tile kTile = fwd_tiles(kKeyOf)[kTileOf];
+  static constexpr int kHeadDim = kKey.head_dim;
+  static constexpr int kWarpgroups = kTile.warpgroups, kConsumers = 128 * kWarpgroups, kThreads = kTile.threads();
+  static constexpr int kRows = kTile.rows(), kKeys = kTile.keys;
+  static constexpr int kN = kKeys / 8, kO = kHeadDim / 8;             // n8 tiles of S and of O
+  static constexpr int kDepth = kHeadDim / 16, kValueDepth = kKeys / 16;  // k16 steps of QKᵀ and of P V
+  static constexpr int kPanels = Tile::columns(kHeadDim) / kPanelColumns;
+  static constexpr int kPanelBytesQ = 64 * 128, kPanelBytesKV = kKeys * 128;
+  static constexpr int kBytesQ = kTile.q_bytes(kHeadDim), kBytesKV = kTile.kv_bytes(kHeadDim);
+  static constexpr int kBytesOfWarpgroup = kBytesQ / kWarpgroups;  // of Q
+  static constexpr int kStagesQ = kTile.q_stages, kStages = kTile.kv_stages;
+  static constexpr bool kDropout = kKey.variant >= Variant::dropout;
+  static constexpr bool kModified = kKey.variant >= Variant::modified;
+  // The registers at launch are all there is: 65536 / threads of them, rounded down to eight, for each thread.
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : kWarpgroups == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 160 : 112;
+  static_assert(128 * kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * kThreads);
+  static_assert(kKeys % (kDropout ? static_cast<int>(kDropoutKeys) : 16) == 0 && kHeadDim % 16 == 0);
+};
+
+// A place in a ring of buffers, and the parity of the phase that it is in.
+template <int kStages>
+struct Ring {
+  int stage = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// What the scheduler has found out about a tile of rows.
+struct TileWork {
+  enum State : int { kBlocks, kNoBlocks, kImpossible, kEnd };
+  State state;       // keys are visited; rows see nothing; their lengths cannot be; there is no tile any more
+  int batch, head, head_k;
+  int first_row, rows, keys;  // of the tile; of the sequence
+  Sequence sequence;
+  Visibility visibility;
+  DropoutStream dropout;  // of this sequence and head
+  // Key blocks that are visited, from the last to the first, and those among them of which every row sees every key.
+  TileSteps steps;
+  int begin, last, full_begin, full_end;
+  // Where the copy engine finds them: rows of the tensors, and what it may read of the keys.
+  int batch_q, batch_k, first_q, first_k, end_k;
+};
+
+// What the loader says of a block of keys: its number and these.
+inline constexpr int kIsLast = 1 << 30, kHasHidden = 1 << 29;  // of the tile; some row does not see some of its keys
+inline constexpr int kBlockNumber = kHasHidden - 1;
+
+// Barriers and messages beside the buffers. A buffer is full, or empty again, at a barrier of its own.
+template <class F>
+struct Messages {
+  uint64_t q_full[F::kStagesQ], q_empty[F::kStagesQ];
+  uint64_t k_full[F::kStages], k_empty[F::kStages], v_full[F::kStages], v_empty[F::kStages];
+  uint64_t tile_full[2], tile_empty[2];
+  int block[F::kStages];  // that a buffer of K holds
+  TileWork tile[2];
+};
+
+}  // namespace flash::wgmma
