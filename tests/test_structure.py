@@ -129,7 +129,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "explain": {"_ops", "block_mask", "checks", "dispatch", "reference"},
     "gpus": set(),
     "io_model": {"gpus"},
-    "paper": {"baselines", "block_mask", "interface", "io_model", "reference"},
+    "paper": {"baselines", "block_mask", "gpus", "interface", "io_model", "reference"},
     "__init__": {"interface", "baselines", "block_mask", "bert_padding", "dropout", "explain", "from_lse", *BACKENDS},
 }
 RUN_TIME_NEEDS = {"torch", "einops", "flash_attn"}

@@ -14,6 +14,13 @@ __device__ __forceinline__ float exp2_approximate(float x) {
   return y;
 }
 
+// 1 / x, relative error 2^-23; of what is below 2^-126: inf.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // x, as if nobody knew where it came from: what is made from it is made anew instead of being kept in registers.
 __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));

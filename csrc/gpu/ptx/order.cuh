@@ -1,5 +1,7 @@
-// What CTAs do to memory that they share.
+// Who does what, and what CTAs do to memory that they share.
 #pragma once
+
+#include <cstdint>
 
 namespace flash::ptx {
 
@@ -18,6 +20,13 @@ __device__ __forceinline__ void add_release(int* counter, int x) {
 // it.
 __device__ __forceinline__ void add_global(float* target, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
+}
+
+// True in one lane of the warp. sm_90.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t is_elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xFFFFFFFF; selp.u32 %0, 1, 0, p;}" : "=r"(is_elected));
+  return is_elected != 0;
 }
 
 }  // namespace flash::ptx

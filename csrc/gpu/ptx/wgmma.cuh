@@ -35,10 +35,13 @@ __device__ __forceinline__ void pin(uint32_t (&x)[kN][4]) {
 }
 
 // Panels of 64 columns (128 bytes a row, swizzled, 1024-byte aligned) as operand. `panel_bytes`: from one panel to the next,
-// where rows are what is summed over. Addresses add up in units of 16 bytes.
-__device__ __forceinline__ uint64_t wgmma_operand(uint32_t shared, int panel_bytes) {
+// where rows are what is summed over. Addresses, below 256 KB, add up in units of 16 bytes.
+__device__ __forceinline__ constexpr uint32_t wgmma_place(uint32_t shared, uint32_t panel_bytes) {
+  return shared >> 4 | panel_bytes >> 4 << 16;
+}
+__device__ __forceinline__ uint64_t wgmma_operand(uint32_t place) {
   constexpr uint64_t kEightRows = 1024 >> 4, kSwizzle128 = 1;
-  return (shared & 0x3FFFF) >> 4 | static_cast<uint64_t>(panel_bytes >> 4) << 16 | kEightRows << 32 | kSwizzle128 << 62;
+  return place | kEightRows << 32 | kSwizzle128 << 62;
 }
 
 // Lists of registers for the two products below.
@@ -98,7 +101,8 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t shared, int panel_byt
 
 // d = (accumulate ? d : 0) + a · bᵀ: rows of both are in shared memory.
 template <DataType kType, int kN, int kTiles>
-__device__ __forceinline__ void wgmma_rows(float (&d)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ __forceinline__ void wgmma_rows(float (&d)[kTiles][4], uint32_t a_place, uint32_t b_place, bool accumulate) {
+  const uint64_t a = wgmma_operand(a_place), b = wgmma_operand(b_place);
   static_assert(kTiles * 8 == kN && (kN == 64 || kN == 80 || kN == 96 || kN == 128));
   if constexpr (kType == DataType::kBFloat16) {
     FLASH_WGMMA_ALL_SHARED("bf16");
@@ -109,8 +113,9 @@ __device__ __forceinline__ void wgmma_rows(float (&d)[kTiles][4], uint64_t a, ui
 
 // d = (accumulate ? d : 0) + a · b: a is in registers, rows of b are what is summed over.
 template <DataType kType, int kN, int kTiles>
-__device__ __forceinline__ void wgmma_columns(float (&d)[kTiles][4], const uint32_t (&a)[4], uint64_t b,
+__device__ __forceinline__ void wgmma_columns(float (&d)[kTiles][4], const uint32_t (&a)[4], uint32_t b_place,
                                               bool accumulate) {
+  const uint64_t b = wgmma_operand(b_place);
   static_assert(kTiles * 8 == kN && (kN == 64 || kN == 96 || kN == 128 || kN == 192 || kN == 256));
   if constexpr (kType == DataType::kBFloat16) {
     FLASH_WGMMA_ALL_REGISTERS("bf16");

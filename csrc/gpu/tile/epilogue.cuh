@@ -113,32 +113,35 @@ __device__ __forceinline__ void store_rows(uint32_t tile, uint16_t* out, const H
   }
 }
 
-// A warp's O (16 rows from `first` on) goes from registers to the tensor, whose rows are vectorised: four lanes that share a
-// row change their pairs of columns for 16 bytes of one n8 tile each.
+// A warp's O, times a factor of each row, goes from registers to the tensor, whose rows are vectorised: four lanes that
+// share a row change their pairs of columns for 16 bytes of one n8 tile each. `out`: this lane's row `row` of the `rows` that
+// there are; the other is 8 below.
 template <DataType kType, int kO>
 __device__ __forceinline__ void store_fragments(uint16_t* out, int64_t row_stride, int dim, const float (&rO)[kO][4],
-                                                int first, int rows, int lane) {
+                                                const float (&factor)[2], int row, int rows, int lane) {
   static_assert(kO % 4 == 0);
   const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
   const auto swap = [](uint32_t& a, uint32_t& b, bool first_of_both, int distance) {
     const uint32_t other = __shfl_xor_sync(~0u, first_of_both ? a : b, distance);
     (first_of_both ? a : b) = other;
   };
+  const int columns = dim - lane % 4 * 8;
+  out += lane % 4 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = first + 8 * half + lane / 4;
-    uint16_t* target = out + row * row_stride + lane % 4 * 8;
+    uint16_t* target = out + 8 * half * row_stride;
+    const int there = row + 8 * half < rows ? columns : 0;
 #pragma unroll
     for (int n = 0; n < kO; n += 4) {
       uint32_t x[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = ptx::pack<kType>(rO[n + i][2 * half], rO[n + i][2 * half + 1]);
+      for (int i = 0; i < 4; ++i)
+        x[i] = ptx::pack<kType>(rO[n + i][2 * half] * factor[half], rO[n + i][2 * half + 1] * factor[half]);
       swap(x[0], x[1], odd, 1);
       swap(x[2], x[3], odd, 1);
       swap(x[0], x[2], upper, 2);
       swap(x[1], x[3], upper, 2);
-      if (row < rows && 8 * n + lane % 4 * 8 < dim)
-        *reinterpret_cast<uint4*>(target + 8 * n) = uint4{x[0], x[1], x[2], x[3]};
+      if (8 * n < there) *reinterpret_cast<uint4*>(target + 8 * n) = uint4{x[0], x[1], x[2], x[3]};
     }
   }
 }

@@ -21,6 +21,11 @@ struct FragmentPlace {
 struct DiagonalInterval {
   int begin, end;
 
+  __device__ __forceinline__ DiagonalInterval(int begin_of_row, int end_of_row)
+      : begin(begin_of_row), end(end_of_row) {}
+  // Of a row so far below.
+  __device__ __forceinline__ DiagonalInterval below(int rows) const { return {begin + rows, end + rows}; }
+
   __device__ __forceinline__ DiagonalInterval(const Visibility& v, int row) {
     // Far outside the sequence all numbers mean the same: 2^29 keeps sums with rows and columns in 32 bits.
     constexpr int64_t kFar = 1 << 29;

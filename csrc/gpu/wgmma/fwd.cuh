@@ -26,17 +26,17 @@ template <class F>
 struct Consumer {
   Messages<F>& messages;
   int warpgroup, warp, lane;  // of the consumers; of the warpgroup; of the warp
-  uint64_t q0, k0, v0;        // the first buffers as operands
+  uint32_t q0;                // where its rows of the first buffer for Q are, as an operand
   Ring<F::kStagesQ> q;
   Ring<F::kStages> k, v;
   Ring<2> slot;
 
   // One lane of each warp says that the warp needs a buffer no longer.
   __device__ __forceinline__ void release(const uint64_t& empty) const {
-    if (lane == 0) ptx::mbarrier_arrive(address(empty));
+    if (lane == 0) ptx::mbarrier_arrive(messages.address(empty));
   }
-  static __device__ __forceinline__ void wait(const uint64_t& full, int parity) {
-    ptx::mbarrier_wait(address(full), parity);
+  __device__ __forceinline__ void wait(const uint64_t& full, int parity) const {
+    ptx::mbarrier_wait(messages.address(full), parity);
   }
 
   __device__ __forceinline__ void release_tile() {
@@ -54,7 +54,7 @@ struct Consumer {
 
 // Asks for S = Q Kᵀ.
 template <class F>
-__device__ __forceinline__ void multiply_score(float (&rS)[F::kN][4], uint64_t q, uint64_t k) {
+__device__ __forceinline__ void multiply_score(float (&rS)[F::kN][4], uint32_t q, uint32_t k) {
 #pragma unroll
   for (int depth = 0; depth < F::kDepth; ++depth) {
     const int panel = depth / 4, step = depth % 4 * 2;  // 16 columns are 32 bytes
@@ -63,13 +63,13 @@ __device__ __forceinline__ void multiply_score(float (&rS)[F::kN][4], uint64_t q
   }
 }
 
-// Asks for O = (has_sum ? O : 0) + P V.
+// Asks for O += P V.
 template <class F>
 __device__ __forceinline__ void multiply_value(float (&rO)[F::kO][4], const uint32_t (&rP)[F::kValueDepth][4],
-                                               uint64_t v, bool has_sum) {
+                                               uint32_t v) {
 #pragma unroll
   for (int depth = 0; depth < F::kValueDepth; ++depth)
-    ptx::wgmma_columns<F::kKey.dtype, F::kHeadDim>(rO, rP[depth], v + depth * (16 * 128 >> 4), depth > 0 || has_sum);
+    ptx::wgmma_columns<F::kKey.dtype, F::kHeadDim>(rO, rP[depth], v + depth * (16 * 128 >> 4), true);
 }
 
 // The sink joins the sum, O is normalised and stored, and so are the statistics.
@@ -77,17 +77,29 @@ template <class F>
 __device__ __forceinline__ void finish_tile(const FwdParams& p, const FwdLaunch& launch, const TileWork& work,
                                             const LazySoftmax& softmax, float (&rO)[1][F::kO][4], ScoreUnit unit,
                                             int own_row, int lane) {
-  const OwnRow own = flash::own_row(softmax, lane);
+  float sum[2], factor[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] = row_sum_of(softmax.row_sum[0][half]);
+    factor[half] = sum[half] == 0 ? 0.f : (F::kDropout ? launch.keep_scale : 1.f) * ptx::reciprocal(sum[half]);
+  }
+  // Lanes 0 and 1 of the four that share two rows have one each for the statistics.
+  const int half = lane & 1;
+  const float reference = half == 0 ? softmax.reference[0][0] : softmax.reference[0][1];
   const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head];
-  const FinishedRow finished = finish_row(own.reference, own.row_sum, sink, unit);
-  const int position = work.first_row + own_row + lane / 4 + lane % 4 * 8;
-  if (lane % 4 < 2 && position < work.rows)
-    store_statistics(p, work.sequence, work.head, position, finished.statistics);
-  scale_rows(rO, finished.normalise * (F::kDropout ? launch.keep_scale : 1.f), lane);
-  const Rows& rows = work.sequence.q;
-  auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(rows.batch, work.head, rows.first());
-  store_fragments<F::kKey.dtype>(out, p.out.row_stride, static_cast<int>(p.dim_v), rO[0], work.first_row + own_row,
-                                 work.rows, lane);
+  const FinishedRow finished = finish_row(reference, half == 0 ? sum[0] : sum[1], sink, unit);
+  if (p.sink != nullptr) {
+    const float normalise = finished.normalise * (F::kDropout ? launch.keep_scale : 1.f);
+    factor[0] = __shfl_sync(~0u, normalise, lane & ~1), factor[1] = __shfl_sync(~0u, normalise, lane | 1);
+  }
+  const int row = own_row + lane / 4, rows = work.rows - work.first_row;
+  store_fragments<F::kKey.dtype>(work.out + row * p.out.row_stride, p.out.row_stride, static_cast<int>(p.dim_v), rO[0],
+                                 factor, row, rows, lane);
+  if (lane % 4 < 2 && row + 8 * half < rows) {
+    work.reference[row + 8 * half] = finished.statistics.reference;
+    work.log2_sum[row + 8 * half] = finished.statistics.log2_sum;
+    work.lse[row + 8 * half] = log_sum_exp(finished.statistics);
+  }
 }
 
 // A tile whose rows see no key, or whose lengths cannot be.
@@ -98,15 +110,16 @@ __device__ __forceinline__ void store_special(const FwdParams& p, const TileWork
     store_nan(p, work.batch, work.head, thread, F::kConsumers);
     return;
   }
-  const Rows& rows = work.sequence.q;
-  auto* out = static_cast<uint16_t*>(p.out.data) + p.out.offset(rows.batch, work.head, rows.first());
   const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head];
   const FinishedRow finished = finish_row(-INFINITY, 0, sink, unit);
 #pragma unroll 1
-  for (int row = work.first_row + thread / 32; row < min(work.rows, work.first_row + F::kRows);
-       row += F::kConsumers / 32) {
-    for (int d = lane; d < p.dim_v; d += 32) out[row * p.out.row_stride + d] = 0;
-    if (lane == 0) store_statistics(p, work.sequence, work.head, row, finished.statistics);
+  for (int row = thread / 32; row < min(work.rows - work.first_row, F::kRows); row += F::kConsumers / 32) {
+    for (int d = lane; d < p.dim_v; d += 32) work.out[row * p.out.row_stride + d] = 0;
+    if (lane == 0) {
+      work.reference[row] = finished.statistics.reference;
+      work.log2_sum[row] = finished.statistics.log2_sum;
+      work.lse[row] = log_sum_exp(finished.statistics);
+    }
   }
 }
 
@@ -118,31 +131,29 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
   const int own_row = 64 * self.warpgroup + 16 * self.warp;  // the warp's first in a tile
   float rS[1][F::kN][4], rO[1][F::kO][4];
   uint32_t rP[F::kValueDepth][4];
-  int block = 0;         // what the loader says of the keys that S is of
-  bool has_sum = false;  // O is one of this tile
+  int block = 0;  // what the loader says of the keys that S is of
+  constexpr uint32_t kK = ptx::wgmma_place(Buffers<F>::kK, 16), kV = ptx::wgmma_place(Buffers<F>::kV, F::kPanelBytesKV);
 
   const auto release_v = [&] { self.release(messages.v_empty[self.v.stage]), self.v.advance(); };
+  const auto release_q = [&] { self.release(messages.q_empty[self.q.stage]), self.q.advance(); };
   const auto release_k = [&] {
-    if ((block & kIsLast) != 0) self.release(messages.q_empty[self.q.stage]), self.q.advance();
+    if (F::kStagesQ == 1 && (block & kIsLast) != 0) release_q();
     self.release(messages.k_empty[self.k.stage]), self.k.advance();
   };
-  const auto wait_for_k = [&] {
-    self.wait(messages.k_full[self.k.stage], self.k.parity);
-    block = *static_cast<volatile int*>(&messages.block[self.k.stage]);
-  };
+  const auto wait_for_k = [&] { self.wait(messages.k_full[self.k.stage], self.k.parity); };
+  const auto read_block = [&] { block = *static_cast<volatile int*>(&messages.block[self.k.stage]); };
   const auto ask_for_score = [&] {
     ptx::wgmma_fence();
     ptx::pin(rS[0]);
-    multiply_score<F>(rS[0], self.q0 + self.q.stage * (F::kBytesQ >> 4), self.k0 + self.k.stage * (F::kBytesKV >> 4));
+    multiply_score<F>(rS[0], self.q0 + self.q.stage * (F::kBytesQ >> 4), kK + self.k.stage * (F::kBytesKV >> 4));
   };
   const auto ask_for_value = [&] {
     self.wait(messages.v_full[self.v.stage], self.v.parity);
     ptx::wgmma_fence();
     ptx::pin(rP);
     ptx::pin(rO[0]);
-    multiply_value<F>(rO[0], rP, self.v0 + self.v.stage * (F::kBytesKV >> 4), has_sum);
+    multiply_value<F>(rO[0], rP, kV + self.v.stage * (F::kBytesKV >> 4));
     ptx::wgmma_commit();
-    has_sum = true;
   };
 
   bool has_score = false;  // of the tile's first block
@@ -172,7 +183,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
         scale_and_modify(rS, place(), launch.scale, softcap_of<float>(p.score), slope, work.visibility.diagonal,
                          first_key);
       if ((block & kHasHidden) != 0)
-        hide_unseen(rS, place(), DiagonalInterval(work.visibility, place().row), first_key);
+        hide_unseen(rS, place(), DiagonalInterval{work.seen_begin, work.seen_end}.below(own_row + self.lane / 4), first_key);
     };
     const auto drop = [&] {
       if constexpr (F::kDropout)
@@ -189,14 +200,17 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       wait_for_k();
       ask_for_score();
       ptx::wgmma_commit();
+      read_block();
       ptx::wgmma_wait<0>();
       ptx::pin(rS[0]);
       release_k();
     }
-    has_sum = false;
+#pragma unroll
+    for (int i = 0; i < F::kO * 4; ++i) rO[0][i / 4][i % 4] = 0;
     draw();
     finish_score();
-    add_block<F::kKey.dtype, true>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
+    begin_rows(softmax, rS[0], unit.to_log2);
+    add_block<F::kKey.dtype>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
     drop();
 
     // S of the next block beside P V of this one
@@ -207,18 +221,22 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       ask_for_score();
       ptx::wgmma_commit();
       ask_for_value();
-      self.end_turn();
+      if (!F::kTile.long_turns) self.end_turn();
+      read_block();
       draw();
       ptx::wgmma_wait<1>();
+      if (F::kTile.long_turns) self.end_turn();
       ptx::pin(rS[0]);
       release_k();
       finish_score();
       ptx::wgmma_wait<0>();
       ptx::pin(rO[0]);
       release_v();
-      add_block<F::kKey.dtype, false>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
+      add_block<F::kKey.dtype>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
       drop();
     }
+
+    if (F::kStagesQ > 1) release_q();
 
     // P V of the last block, and beside the end of this tile S of the next tile's first block
     ask_for_value();
@@ -229,6 +247,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     if (has_score) {
       self.wait(messages.q_full[self.q.stage], self.q.parity);
       wait_for_k();
+      read_block();
     }
     ask_for_score();  // of whatever is there, if there is no next one: a branch would make all products wait for each other
     ptx::wgmma_commit();
@@ -249,18 +268,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ FwdLaunch launch,
                const __grid_constant__ TensorMaps maps, uint32_t* counter) {
   using F = Fwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
-  extern __shared__ uint8_t shared[];
-  static __shared__ __align__(16) uint8_t message_bytes[sizeof(Messages<F>)];
-  Messages<F>& messages = *reinterpret_cast<Messages<F>*>(message_bytes);
-  const uint32_t sQ = (ptx::shared_address(shared) + 1023) & ~1023u;  // swizzles repeat every 1024 bytes
-  const uint32_t sK = sQ + F::kStagesQ * F::kBytesQ, sV = sK + F::kStages * F::kBytesKV;
+  extern __shared__ __align__(1024) uint8_t shared[];
+  Messages<F>& messages = *reinterpret_cast<Messages<F>*>(shared);
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
 
   if (threadIdx.x == 0) {
+    if ((ptx::shared_address(shared) & 0xFFFFFF) != kSharedBegin) __trap();
     constexpr int kWarps = 4 * F::kWarpgroups;
-    const auto init = [](auto& full, auto& empty, int readers) {
-      for (uint64_t& x : full) ptx::mbarrier_init(address(x), 1);
-      for (uint64_t& x : empty) ptx::mbarrier_init(address(x), readers);
+    const auto init = [&](auto& full, auto& empty, int readers) {
+      for (uint64_t& x : full) ptx::mbarrier_init(messages.address(x), 1);
+      for (uint64_t& x : empty) ptx::mbarrier_init(messages.address(x), readers);
     };
     init(messages.q_full, messages.q_empty, kWarps);
     init(messages.k_full, messages.k_empty, kWarps);
@@ -272,8 +289,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::give_registers_back<F::kProducerRegisters>();
-    if (threadIdx.x == 0) load<F>(p, maps, messages, sQ, sK, sV);
-    if (threadIdx.x == 32) schedule<F>(p, launch, counter, messages);
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+    if (warp == 0) Loader<F>{p, maps, messages, ptx::elect_one()}.run();
+    if (warp == 1 && ptx::elect_one()) schedule<F>(p, launch, counter, messages);
     return;
   }
   ptx::take_registers<F::kConsumerRegisters>();
@@ -282,9 +300,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                    own,
                    static_cast<int>(threadIdx.x / 32 % 4),
                    lane,
-                   ptx::wgmma_operand(sQ + own * F::kBytesOfWarpgroup, 16),
-                   ptx::wgmma_operand(sK, 16),
-                   ptx::wgmma_operand(sV, F::kPanelBytesKV)};
+                  ptx::wgmma_place(Buffers<F>::kQ, 16) + own * (F::kBytesOfWarpgroup >> 4)};
   if (own == F::kWarpgroups - 1) self.end_turn();  // the first one's turn comes first
   consume<F>(self, p, launch);
 }
@@ -311,8 +327,7 @@ inline uint32_t* counters_of(cudaStream_t stream, int device) {
 template <KernelKey kKey, int kTile>
 int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* given_stream) {
   using F = Fwd<kKey, kTile>;
-  constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim) - 1024;
-  static_assert(sizeof(Messages<F>) <= 1024);
+  constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim);
   const auto kernel = fwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads>;
   const auto stream = static_cast<cudaStream_t>(given_stream);
   static std::atomic<uint64_t> allowed{0};

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "gpu/ptx/mbarrier.cuh"
+#include "gpu/ptx/order.cuh"
 #include "gpu/ptx/tma.cuh"
+#include "gpu/tile/score.cuh"
 #include "gpu/wgmma/work.cuh"
 
 namespace flash::wgmma {
@@ -56,6 +58,24 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
   work.visibility = make_visibility(p.window, work.rows, work.keys);
   ptx::forget_memory();
   const Range rows{work.first_row, min(work.rows, work.first_row + F::kRows)};
+  {
+    const DiagonalInterval seen(work.visibility, work.first_row);
+    work.seen_begin = seen.begin, work.seen_end = seen.end;
+  }
+  ptx::forget_memory();
+  const Rows& of_tensor = work.sequence.q;
+  const int64_t row = of_tensor.first() + work.first_row;
+  const auto of_row = [&](const RowArray& x) {
+    return static_cast<float*>(x.data) + x.offset(of_tensor.batch, work.head, row);
+  };
+  work.out = static_cast<uint16_t*>(p.out.data) + p.out.offset(of_tensor.batch, work.head, row);
+  ptx::forget_memory();
+  work.reference = of_row(p.reference);
+  ptx::forget_memory();
+  work.log2_sum = of_row(p.log2_sum);
+  ptx::forget_memory();
+  work.lse = of_row(p.lse);
+  ptx::forget_memory();
   int last;
   {
     const BlockRange range = work.visibility.key_blocks(rows, F::kKeys);
@@ -70,103 +90,131 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
   return true;
 }
 
-__device__ __forceinline__ uint32_t address(const uint64_t& barrier) { return ptx::shared_address(&barrier); }
-
 // The thread that finds tiles.
 template <class F>
 __device__ __forceinline__ void schedule(const FwdParams& p, const FwdLaunch& launch, uint32_t* counter,
                                          Messages<F>& messages) {
   Ring<2> slot;
-  uint32_t index = blockIdx.x;
-  while (true) {
+  // A tile is taken when its description has a place, not before: who holds tiles that others could have begun with makes
+  // them wait in the end (two tiles ahead cost 4 % under a causal mask).
+  for (uint32_t index = blockIdx.x;; index = next_tile(counter)) {
     TileWork& work = messages.tile[slot.stage];
-    ptx::mbarrier_wait(address(messages.tile_empty[slot.stage]), slot.parity ^ 1);
     while (index < launch.blocks && !describe<F>(work, p, launch, index)) index = next_tile(counter);
     if (index >= launch.blocks) work.state = TileWork::kEnd;
-    ptx::mbarrier_arrive(address(messages.tile_full[slot.stage]));
+    ptx::mbarrier_arrive(messages.address(messages.tile_full[slot.stage]));
     if (index >= launch.blocks) break;
     slot.advance();
-    index = next_tile(counter);
+    ptx::mbarrier_wait(messages.address(messages.tile_empty[slot.stage]), slot.parity ^ 1);
   }
   leave(counter);
 }
 
-// Key block n of K or V, of which only rows of the sequence may be read: the others come from behind the tensor's last.
+// The warp that asks for the copies, by one of its lanes: what all lanes know alike needs no registers of theirs. K comes a
+// block ahead of V, also from one tile to the next, in the order in which buffers become free.
 template <class F>
-__device__ __forceinline__ void load_keys(uint32_t shared, uint32_t barrier, const TileWork& work, int n,
-                                          const CUtensorMap& all, const CUtensorMap& eight, const CUtensorMap& one,
-                                          const FwdParams& p) {
-  const auto load = [&](const CUtensorMap& map, int row_of_tile, int from) {
-#pragma unroll
-    for (int panel = 0; panel < F::kPanels; ++panel)
-      ptx::tma_load(shared + panel * F::kPanelBytesKV + row_of_tile * 128, &map, barrier, panel * kPanelColumns, from,
-                    work.head_k, work.batch_k);
-  };
-  ptx::mbarrier_arrive_expecting(barrier, F::kBytesKV);
-  const int row = work.first_k + n * F::kKeys, rows = work.end_k - row;
-  if (rows >= F::kKeys) {
-    load(all, 0, row);
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < F::kKeys;) {
-      const bool is_mixed = i / 8 == rows / 8;
-      load(is_mixed ? one : eight, i, i < rows ? row + i : static_cast<int>(p.rows_k.rows));
-      i += is_mixed ? 1 : 8;
-    }
-  }
-}
-
-// The tile's rows of Q, 64 after 64.
-template <class F>
-__device__ __forceinline__ void load_q(uint32_t shared, Messages<F>& messages, Ring<F::kStagesQ>& q,
-                                       const TileWork& work, const CUtensorMap& map) {
-  ptx::mbarrier_wait(address(messages.q_empty[q.stage]), q.parity ^ 1);
-  const uint32_t barrier = address(messages.q_full[q.stage]);
-  ptx::mbarrier_arrive_expecting(barrier, F::kBytesQ);
-#pragma unroll 1
-  for (int i = 0; i < F::kWarpgroups; ++i)
-#pragma unroll
-    for (int panel = 0; panel < F::kPanels; ++panel)
-      ptx::tma_load(shared + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ, &map, barrier, panel * kPanelColumns,
-                    work.first_q + 64 * i, work.head, work.batch_q);
-  q.advance();
-}
-
-// The thread that asks for the copies.
-template <class F>
-__device__ __forceinline__ void load(const FwdParams& p, const TensorMaps& maps, Messages<F>& messages, uint32_t sQ,
-                                     uint32_t sK, uint32_t sV) {
+struct Loader {
+  const FwdParams& p;
+  const TensorMaps& maps;
+  Messages<F>& messages;
+  bool elected;
   Ring<F::kStagesQ> q;
-  Ring<F::kStages> kv;
+  Ring<F::kStages> k, v;
   Ring<2> slot;
-  while (true) {
-    const TileWork& work = messages.tile[slot.stage];
-    ptx::mbarrier_wait(address(messages.tile_full[slot.stage]), slot.parity);
-    if (work.state == TileWork::kEnd) break;
-    if (work.state == TileWork::kBlocks) {
-      bool has_q = false;
+
+  // Key block n of K or V, of which only rows of the sequence may be read: the others come from behind the tensor's last.
+  __device__ __forceinline__ void load_keys(uint32_t shared, uint32_t barrier, const TileWork& work, int n,
+                                            const CUtensorMap& all, const CUtensorMap& eight,
+                                            const CUtensorMap& one) const {
+    const int row = work.first_k + n * F::kKeys, rows = work.end_k - row, head = work.head_k, batch = work.batch_k;
+    if (!elected) return;
+    const auto load = [&](const CUtensorMap& map, int row_of_tile, int from) {
+#pragma unroll
+      for (int panel = 0; panel < F::kPanels; ++panel)
+        ptx::tma_load(shared + panel * F::kPanelBytesKV + row_of_tile * 128, &map, barrier, panel * kPanelColumns, from,
+                      head, batch);
+    };
+    ptx::mbarrier_arrive_expecting(barrier, F::kBytesKV);
+    if (rows >= F::kKeys) {
+      load(all, 0, row);
+    } else {
 #pragma unroll 1
-      for (int n = work.last; n >= work.begin;) {
-        const int next = work.steps.before(n);
-        ptx::mbarrier_wait(address(messages.k_empty[kv.stage]), kv.parity ^ 1);
-        const bool has_hidden = n < work.full_begin || n >= work.full_end;
-        messages.block[kv.stage] = n | (has_hidden ? kHasHidden : 0) | (next < work.begin ? kIsLast : 0);
-        load_keys<F>(sK + kv.stage * F::kBytesKV, address(messages.k_full[kv.stage]), work, n, maps.k, maps.k_eight,
-                     maps.k_one, p);
-        if (!has_q) {
-          load_q<F>(sQ + q.stage * F::kBytesQ, messages, q, work, maps.q);
-          has_q = true;
-        }
-        ptx::mbarrier_wait(address(messages.v_empty[kv.stage]), kv.parity ^ 1);
-        load_keys<F>(sV + kv.stage * F::kBytesKV, address(messages.v_full[kv.stage]), work, n, maps.v, maps.v_eight,
-                     maps.v_one, p);
-        kv.advance();
-        n = next;
+      for (int i = 0; i < F::kKeys;) {
+        const bool is_mixed = i / 8 == rows / 8;
+        load(is_mixed ? one : eight, i, i < rows ? row + i : static_cast<int>(p.rows_k.rows));
+        i += is_mixed ? 1 : 8;
       }
     }
-    ptx::mbarrier_arrive(address(messages.tile_empty[slot.stage]));
-    slot.advance();
   }
-}
+
+  __device__ __forceinline__ void load_k(const TileWork& work, int n, int next) {
+    ptx::mbarrier_wait(messages.address(messages.k_empty[k.stage]), k.parity ^ 1);
+    const bool has_hidden = n < work.full_begin || n >= work.full_end;
+    if (elected)
+      messages.block[k.stage] = n | (has_hidden ? kHasHidden : 0) | (next < work.begin ? kIsLast : 0);
+    load_keys(Buffers<F>::kK + k.stage * F::kBytesKV, messages.address(messages.k_full[k.stage]), work, n, maps.k, maps.k_eight, maps.k_one);
+    k.advance();
+  }
+
+  __device__ __forceinline__ void load_v(const TileWork& work, int n) {
+    ptx::mbarrier_wait(messages.address(messages.v_empty[v.stage]), v.parity ^ 1);
+    load_keys(Buffers<F>::kV + v.stage * F::kBytesKV, messages.address(messages.v_full[v.stage]), work, n, maps.v, maps.v_eight, maps.v_one);
+    v.advance();
+  }
+
+  // The tile's rows, 64 after 64.
+  __device__ __forceinline__ void load_q(const TileWork& work) {
+    ptx::mbarrier_wait(messages.address(messages.q_empty[q.stage]), q.parity ^ 1);
+    const int row = work.first_q, head = work.head, batch = work.batch_q;
+    if (elected) {
+      const uint32_t barrier = messages.address(messages.q_full[q.stage]);
+      ptx::mbarrier_arrive_expecting(barrier, F::kBytesQ);
+#pragma unroll
+      for (int i = 0; i < F::kWarpgroups; ++i)
+#pragma unroll
+        for (int panel = 0; panel < F::kPanels; ++panel)
+          ptx::tma_load(Buffers<F>::kQ + q.stage * F::kBytesQ + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ, &maps.q,
+                        barrier, panel * kPanelColumns, row + 64 * i, head, batch);
+    }
+    q.advance();
+  }
+
+  __device__ __forceinline__ void release_tile(int stage) const {
+    __syncwarp();  // everybody has read it
+    if (elected) ptx::mbarrier_arrive(messages.address(messages.tile_empty[stage]));
+  }
+
+  __device__ __forceinline__ void run() {
+    constexpr int kNone = -1;
+    int waiting = kNone, waiting_slot = 0;  // the block whose V is still to come, and its tile
+    const auto load_waiting = [&] {
+      if (waiting == kNone) return;
+      load_v(messages.tile[waiting_slot], waiting);
+      if (waiting_slot != slot.stage) release_tile(waiting_slot);
+    };
+    while (true) {
+      ptx::mbarrier_wait(messages.address(messages.tile_full[slot.stage]), slot.parity);
+      const TileWork& work = messages.tile[slot.stage];
+      const TileWork::State state = work.state;
+      if (state == TileWork::kBlocks) {
+        const int last = work.last, begin = work.begin;
+#pragma unroll 1
+        for (int n = last; n >= begin;) {
+          const int next = work.steps.before(n);
+          load_k(work, n, next);
+          load_waiting();
+          waiting = n, waiting_slot = slot.stage;
+          if (n == last) load_q(work);
+          n = next;
+        }
+      } else {
+        load_waiting();
+        waiting = kNone;
+        release_tile(slot.stage);
+        if (state == TileWork::kEnd) break;
+      }
+      slot.advance();
+    }
+  }
+};
 
 }  // namespace flash::wgmma

@@ -22,7 +22,23 @@ struct LazySoftmax : OnlineSoftmax<1> {
   float subtracted[2];  // of rows r and r + 8: R, or what the comment above says
 
   using OnlineSoftmax<1>::OnlineSoftmax;
+
+  __device__ __forceinline__ void refer_to(int half, float new_reference, float to_log2) {
+    reference[0][half] = new_reference;
+    subtracted[half] = new_reference == -INFINITY       ? kLowest
+                       : is_huge(new_reference, to_log2) ? -INFINITY
+                                                         : folded(0, half, to_log2);
+  }
 };
+
+// The largest score of a row, for all four threads that share it.
+template <int kN>
+__device__ __forceinline__ float row_max(const float (&rS)[kN][4], int half) {
+  float even = rS[0][2 * half], odd = rS[0][2 * half + 1];
+#pragma unroll
+  for (int n = 1; n < kN; ++n) even = fmaxf(even, rS[n][2 * half]), odd = fmaxf(odd, rS[n][2 * half + 1]);
+  return row_max_of(fmaxf(even, odd));
+}
 
 // P of a block, packed as A fragments [k16][i], and this thread's sums of its two rows.
 template <DataType kType, int kN>
@@ -42,57 +58,48 @@ __device__ __forceinline__ void make_weights(uint32_t (&rP)[kN / 2][4], float (&
     }
 }
 
-// What the comment above says; `kIsFirst`: of a tile, whose rows have no reference and whose O is nothing yet.
-template <DataType kType, bool kIsFirst, int kN, int kO>
+// The rows' references, to begin with: their maxima in S.
+template <int kN>
+__device__ __forceinline__ void begin_rows(LazySoftmax& softmax, const float (&rS)[kN][4], float to_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) softmax.refer_to(half, row_max(rS, half), to_log2);
+}
+
+// What the comment above says.
+template <DataType kType, int kN, int kO>
 __device__ __forceinline__ void repair(LazySoftmax& softmax, uint32_t (&rP)[kN / 2][4], float (&sum)[2],
                                        const float (&rS)[kN][4], float (&rO)[kO][4], float to_log2, int lane) {
   float offset[2], folded[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float largest = fmaxf(rS[0][2 * half], rS[0][2 * half + 1]);
-#pragma unroll
-    for (int n = 1; n < kN; ++n) largest = fmaxf(largest, fmaxf(rS[n][2 * half], rS[n][2 * half + 1]));
-    largest = row_max_of(largest);
-    float& reference = softmax.reference[0][half];
-    if constexpr (kIsFirst) {
-      reference = largest;
-    } else {
-      const float old_folded = softmax.folded(0, half, to_log2), old_offset = softmax.offset(0, half, to_log2);
-      const bool is_empty = reference == -INFINITY;
-      const uint32_t asking = __ballot_sync(~0u, !(sum[half] <= kMostOfThread<kType>));
-      if ((asking >> (lane & ~3) & 15) != 0) reference = fmaxf(reference, largest);
-      const float factor =
-          is_empty ? 0.f
-                   : ptx::exp2_approximate((old_offset - softmax.offset(0, half, to_log2)) * to_log2 +
-                                           (old_folded - softmax.folded(0, half, to_log2)));
-      softmax.row_sum[0][half] *= factor;
-#pragma unroll
-      for (int n = 0; n < kO; ++n) {
-        rO[n][2 * half] *= factor;
-        rO[n][2 * half + 1] *= factor;
-      }
-    }
+    const float largest = row_max(rS, half), reference = softmax.reference[0][half];
+    const float old_folded = softmax.folded(0, half, to_log2), old_offset = softmax.offset(0, half, to_log2);
+    const uint32_t asking = __ballot_sync(~0u, !(sum[half] <= kMostOfThread<kType>));
+    if ((asking >> (lane & ~3) & 15) != 0) softmax.refer_to(half, fmaxf(reference, largest), to_log2);
     offset[half] = softmax.offset(0, half, to_log2), folded[half] = softmax.folded(0, half, to_log2);
-    softmax.subtracted[half] = reference == -INFINITY                  ? kLowest
-                               : softmax.is_huge(reference, to_log2) ? -INFINITY
-                                                                     : folded[half];
+    const float factor =
+        reference == -INFINITY
+            ? 0.f
+            : ptx::exp2_approximate((old_offset - offset[half]) * to_log2 + (old_folded - folded[half]));
+    softmax.row_sum[0][half] *= factor;
+#pragma unroll
+    for (int n = 0; n < kO; ++n) {
+      rO[n][2 * half] *= factor;
+      rO[n][2 * half + 1] *= factor;
+    }
   }
   make_weights<kType>(rP, sum, rS, offset, folded, to_log2);
 }
 
 // S becomes P. O must not be in use by products.
-template <DataType kType, bool kIsFirst, int kN, int kO>
+template <DataType kType, int kN, int kO>
 __device__ __forceinline__ void add_block(LazySoftmax& softmax, uint32_t (&rP)[kN / 2][4], const float (&rS)[kN][4],
                                           float (&rO)[kO][4], float to_log2, int lane) {
   float sum[2];
-  if constexpr (kIsFirst) {
-    repair<kType, true>(softmax, rP, sum, rS, rO, to_log2, lane);
-  } else {
-    constexpr float kNoOffset[2] = {0, 0};
-    make_weights<kType>(rP, sum, rS, kNoOffset, softmax.subtracted, to_log2);
-    const bool asks = !(sum[0] <= kMostOfThread<kType>) || !(sum[1] <= kMostOfThread<kType>);
-    if (__any_sync(~0u, asks)) repair<kType, false>(softmax, rP, sum, rS, rO, to_log2, lane);
-  }
+  constexpr float kNoOffset[2] = {0, 0};
+  make_weights<kType>(rP, sum, rS, kNoOffset, softmax.subtracted, to_log2);
+  const bool asks = !(sum[0] <= kMostOfThread<kType>) || !(sum[1] <= kMostOfThread<kType>);
+  if (__any_sync(~0u, asks)) repair<kType>(softmax, rP, sum, rS, rO, to_log2, lane);
   softmax.row_sum[0][0] += sum[0];
   softmax.row_sum[0][1] += sum[1];
 }

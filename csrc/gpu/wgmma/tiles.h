@@ -14,15 +14,16 @@ struct Tile {
   int q_stages = 1, kv_stages = 2;   // buffers
   int64_t from_keys = 0;             // the length of sequences from which on it is the better choice
   int64_t from_keys_of_windows = 0;  // the same of calls with a diagonal
+  bool long_turns = false;           // a warpgroup's turn ends when S is there, not when the products are asked for
 
   constexpr int rows() const { return 64 * warpgroups; }
   constexpr int threads() const { return 128 * (warpgroups + 1); }
   static constexpr int columns(int head_dim) { return (head_dim + 63) / 64 * 64; }
   constexpr int q_bytes(int head_dim) const { return rows() * columns(head_dim) * 2; }
   constexpr int kv_bytes(int head_dim) const { return keys * columns(head_dim) * 2; }
-  // The buffers, as much as it takes to align them, and barriers.
+  // Barriers and messages, and the buffers.
   constexpr int shared_bytes(int head_dim) const {
-    return 1024 + q_stages * q_bytes(head_dim) + 2 * kv_stages * kv_bytes(head_dim) + 1024;
+    return 1024 + q_stages * q_bytes(head_dim) + 2 * kv_stages * kv_bytes(head_dim);
   }
 };
 
@@ -33,7 +34,7 @@ constexpr Tiles fwd_tiles(KernelKey key) {
   constexpr Tile kSquare{2, 128, 2, 2}, kFlat{2, 64, 2, 2};  // also those for block masks
   const bool is_modified = key.variant >= Variant::modified;
   if (key.head_dim <= 64) {
-    if (key.variant == Variant::plain) return {{{3, 128, 2, 3, 8192, 8192}, {4, 64, 2, 3}, {2, 128, 2, 3}}};
+    if (key.variant == Variant::plain) return {{{3, 128, 2, 3, 8192, 8192, true}, {4, 64, 2, 3}, {2, 128, 2, 3}}};
     return {{{4, 64, 2, 3}, is_modified ? kFlat : kSquare}};
   }
   if (key.head_dim <= 96) return {{is_modified ? kFlat : kSquare}};

@@ -56,6 +56,10 @@ struct TileWork {
   // Key blocks that are visited, from the last to the first, and those among them of which every row sees every key.
   TileSteps steps;
   int begin, last, full_begin, full_end;
+  int seen_begin, seen_end;  // keys that the tile's first row sees, before the ends of the sequence
+  // Of the tile's first row.
+  uint16_t* out;
+  float *reference, *log2_sum, *lse;
   // Where the copy engine finds them: rows of the tensors, and what it may read of the keys.
   int batch_q, batch_k, first_q, first_k, end_k;
 };
@@ -63,6 +67,10 @@ struct TileWork {
 // What the loader says of a block of keys: its number and these.
 inline constexpr int kIsLast = 1 << 30, kHasHidden = 1 << 29;  // of the tile; some row does not see some of its keys
 inline constexpr int kBlockNumber = kHasHidden - 1;
+
+// Shared memory: messages, then the buffers. Where they are is known when kernels are compiled, as there is nothing else
+// but what the system has of each CTA's: addresses that are found out take the warps a while in each block of keys.
+inline constexpr uint32_t kSharedBegin = 1024, kMessageBytes = 1024;
 
 // Barriers and messages beside the buffers. A buffer is full, or empty again, at a barrier of its own.
 template <class F>
@@ -72,6 +80,20 @@ struct Messages {
   uint64_t tile_full[2], tile_empty[2];
   int block[F::kStages];  // that a buffer of K holds
   TileWork tile[2];
+
+  // In shared memory.
+  __device__ __forceinline__ uint32_t address(const uint64_t& barrier) const {
+    return kSharedBegin +
+           static_cast<uint32_t>(reinterpret_cast<const char*>(&barrier) - reinterpret_cast<const char*>(this));
+  }
+};
+
+template <class F>
+struct Buffers {
+  static constexpr uint32_t kQ = kSharedBegin + kMessageBytes, kK = kQ + F::kStagesQ * F::kBytesQ,
+                            kV = kK + F::kStages * F::kBytesKV, kEnd = kV + F::kStages * F::kBytesKV;
+  static_assert(sizeof(Messages<F>) <= kMessageBytes && kQ % 1024 == 0 && kK % 1024 == 0 && kV % 1024 == 0);
+  static_assert(kEnd - kSharedBegin == F::kTile.shared_bytes(F::kHeadDim));
 };
 
 }  // namespace flash::wgmma
