@@ -47,16 +47,19 @@ def contenders(
     inputs: list[Tensor], masks: dict[str, BlockMask | None], flex: bool
 ) -> tuple[dict[str, Callable], dict[str, Callable]]:
     """Forward and backward calls by name: ours without and with each mask, FlexAttention with each."""
+    device = inputs[0].device.type
     forward: dict[str, Callable[[], Tensor]] = {}
     for name, mask in masks.items():
         forward[f"ours {name}"] = lambda mask=mask: flash_attn_func(*inputs, block_mask=mask)
         if flex and mask is not None:
             compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
+            options = {} if device == "cpu" or inputs[0].shape[-1] <= 64 else {"num_stages": 2}
             of_torch = mask.to_flex()
             # On the CPU it takes no inputs that require gradients.
             heads_first = [(x.detach() if x.device.type == "cpu" else x).transpose(1, 2) for x in inputs]
-            forward[f"flex {name}"] = lambda c=compiled, x=heads_first, m=of_torch: c(*x, block_mask=m)
-    device = inputs[0].device.type
+            forward[f"flex {name}"] = lambda c=compiled, x=heads_first, m=of_torch, o=options: c(
+                *x, block_mask=m, kernel_options=o
+            )
     backward = {
         name: backward_of(call(), *inputs) for name, call in forward.items() if device != "cpu" or "ours" in name
     }

@@ -4,13 +4,14 @@ of some milliseconds in random order with idle gaps, CUDA events, medians.
     python benchmarks/bench_hopper_forward.py [--quick] [--rounds 3] [--dims 64 128 256] [--out ...]
 
 bf16, 16k tokens in all, heads · dim = 2048. FLOPs are counted as 4 · batch · heads · seqlen² · dim, half for causal, for
-everyone. FlashAttention-3 is a module `fa3` with `fwd(q, k, v, causal=)` on the path.
+everyone. FlashAttention-3 is a module `fa3` with `fwd(q, k, v, causal=)` on the path. Then what options cost, ours alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import random
 import statistics
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flash_attn import flash_attn_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 Call = Callable[[], object]
 
@@ -66,6 +67,70 @@ def measure(
     return {name: flops / t / 1e12 for name, t in compare(calls, flops / 600e12, rounds).items()}
 
 
+LENGTHS = (512, 1024, 2048, 4096)
+
+
+def option_rows(rounds: int) -> list[list[object]]:
+    """(what, dim, causal, ratio, what is wanted of it), each of two calls measured side by side."""
+    rows: list[list[object]] = []
+
+    def seconds(calls: dict[str, Call], flops: float) -> dict[str, float]:
+        return compare(calls, flops / 500e12, rounds)
+
+    def ours(*operands: Tensor, **options: object) -> Call:
+        return lambda: flash_attn_func(*operands, backend="wgmma", **options)
+
+    for dim in (64, 128):
+        heads = WIDTH // dim
+        for causal in (False, True):
+            q, k, v = inputs(4, 4096, heads, dim)
+            flops = 4 * 4 * heads * 4096**2 * dim / (2 if causal else 1)
+            seed = torch.tensor([1, 2], device="cuda")
+            slopes = torch.rand(heads, device="cuda")
+            times = seconds(
+                {
+                    "plain": ours(q, k, v, causal=causal),
+                    "dropout": ours(q, k, v, causal=causal, dropout_p=0.1, dropout_seed=seed),
+                    "softcap": ours(q, k, v, causal=causal, softcap=30.0),
+                    "ALiBi": ours(q, k, v, causal=causal, alibi_slopes=slopes),
+                },
+                flops,
+            )
+            for name, wanted in (("dropout", "1.30" if dim == 64 else "1.15"), ("softcap", "1.12"), ("ALiBi", "1.12")):
+                rows.append([f"{name}, time / without", dim, causal, f"{times[name] / times['plain']:.2f}", wanted])
+            q, k, v = inputs(4, 4096, 64, dim)
+            few = [x[:, :, :8] for x in (k, v)]
+            times = seconds(
+                {"MHA": ours(q, k, v, causal=causal), "GQA": ours(q, *few, causal=causal)}, 64 / heads * flops
+            )
+            rows.append(["64:8 heads, rate / 64:64", dim, causal, f"{times['MHA'] / times['GQA']:.2f}", "1.00"])
+
+            lengths = [LENGTHS[i % 4] for i in range(32)]
+            cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+            packed = [x.reshape(-1, heads, dim) for x in inputs(1, sum(lengths), heads, dim)]
+            calls: dict[str, Call] = {
+                "varlen": lambda packed=packed, cu=cu, causal=causal: flash_attn_varlen_func(
+                    *packed, cu, cu, 4096, 4096, causal=causal, backend="wgmma"
+                )
+            }
+            for length in LENGTHS:
+                calls[str(length)] = ours(*inputs(8, length, heads, dim), causal=causal)
+            times = seconds(calls, flops)
+            dense = sum(times[str(length)] for length in LENGTHS)
+            rows.append(["32 packed sequences, time / dense", dim, causal, f"{times['varlen'] / dense:.2f}", "1.05"])
+    for dim, bucket in ((96, 128), (192, 256)):
+        for causal in (False, True):
+            flops = 4 * 4 * 16 * 4096**2 * bucket / (2 if causal else 1)
+            calls = {str(d): ours(*inputs(4, 4096, 16, d), causal=causal) for d in (dim, bucket)}
+            times = seconds(calls, flops)
+            rate = times[str(bucket)] / bucket / (times[str(dim)] / dim)
+            rows.append([f"dim {dim}, rate / dim {bucket}", dim, causal, f"{rate:.2f}", "0.90"])
+    for row in rows:
+        row[2] = "yes" if row[2] else "no"
+        print(*row, flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
@@ -90,7 +155,12 @@ def main() -> None:
                     print(*rows[-1], flush=True)
     columns = ["dim", "causal", "seqlen", *others, "ours", "ours / best peer", "MHz after"]
     text = header("Hopper forward, bf16: TFLOP/s") + "\n" + table(columns, rows)
-    text += f"\nGeometric mean of ours / best peer: {statistics.geometric_mean(ratios):.3f}; least: {min(ratios):.2f}.\n"
+    text += (
+        f"\nGeometric mean of ours / best peer: {statistics.geometric_mean(ratios):.3f}; least: {min(ratios):.2f}.\n"
+    )
+    text += "\nOptions (4k; packed: 8 sequences each of 512, 1k, 2k and 4k):\n\n"
+    with torch.no_grad():
+        text += table(["what", "dim", "causal", "measured", "wanted"], option_rows(given.rounds))
     text += f"\n![TFLOP/s over sequence length]({given.out.stem}.png)\n"
     print(text)
     given.out.write_text(text)

@@ -11,7 +11,8 @@ namespace flash {
 
 // What the host decides about a launch beside the key.
 struct FwdLaunch {
-  TileOrder order;
+  TileOrder order;           // of mma_sync
+  LateTileOrder late_order;  // of wgmma
   uint32_t blocks = 0;
   int device = 0;        // the current one
   int sm_count = 0;      // of the card

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <optional>
 #include <span>
 #include <tuple>
@@ -198,12 +199,14 @@ inline Variant variant_of(const AttentionParams& p) {
 }
 
 // Heads whose tiles are dealt out together. Without a diagonal all row blocks of a head cost the same: one head after
-// the other. With one, the long row blocks of several heads come first, as many as half the L2 cache holds the keys of.
+// the other. With one, the long row blocks of several heads come first, as many as the better half of the L2 cache holds the keys of.
 // Measured on a GPU with 60 MB of L2: less than 4 leaves a tail of long tiles at the end, more than 32 gains nothing.
 inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
   if (!has_window(p)) return 1;
   const int64_t head_bytes = std::max<int64_t>(1, p.rows_k.rows * (p.dim + p.dim_v) * 2 / p.group());
-  return static_cast<uint32_t>(std::clamp<int64_t>(l2_bytes / 2 / head_bytes, 4, 32));
+  // A power of two, which mostly divides the heads: a smaller last group has a longer tail.
+  const auto fitting = std::bit_floor(static_cast<uint64_t>(l2_bytes * 9 / 16 / head_bytes));
+  return static_cast<uint32_t>(std::clamp<uint64_t>(fitting, 4, 32));
 }
 
 inline constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;  // of a sequence; of a grid
@@ -246,8 +249,12 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
       (p.block_mask.given() && divide_up(max_rows_k, tile.keys) > BlockTiles::kMost))
     return std::nullopt;
   FwdLaunch launch;
-  launch.order = TileOrder(static_cast<uint32_t>(m_blocks), static_cast<uint32_t>(p.heads),
-                           static_cast<uint32_t>(all_heads), head_group(p, l2_bytes));
+  const auto blocks = static_cast<uint32_t>(m_blocks), heads = static_cast<uint32_t>(p.heads);
+  const uint32_t group = head_group(p, l2_bytes);
+  if (family_of(choice.key) == Family::wgmma)
+    launch.late_order = LateTileOrder(blocks, heads, static_cast<uint32_t>(all_heads), group, has_window(p));
+  else
+    launch.order = TileOrder(blocks, heads, static_cast<uint32_t>(all_heads), group);
   launch.blocks = static_cast<uint32_t>(all_heads * m_blocks);
   launch.tile = choice.tile;
   launch.group = Divisor(static_cast<uint32_t>(p.group()));

@@ -169,21 +169,25 @@ static void test_divisor() {
         if (y < 1u << 31) EXPECT(Divisor(value).divide(static_cast<uint32_t>(y)) == y / value);
 }
 
-// Every (sequence, head, row block) exactly once, whatever the group.
+// Every (sequence, head, row block) exactly once, the longest first.
 static void test_order() {
   for (uint32_t m_blocks : {1, 2, 7})
     for (uint32_t heads : {1, 3, 8})
-      for (uint32_t batch : {1, 2, 5})
-        for (uint32_t group : {1, 4, 32}) {
-          const TileOrder order(m_blocks, heads, heads * batch, group);
+      for (uint32_t batch : {1, 2, 5}) {
+        const auto check = [&](const auto& order) {
           std::set<std::tuple<int64_t, int64_t, int>> seen;
           for (uint32_t i = 0; i < m_blocks * heads * batch; ++i) {
             const TileIndex tile = order.tile(i);
             EXPECT(tile.batch < batch && tile.head < heads && tile.m_block >= 0 && tile.m_block < int(m_blocks));
             EXPECT(seen.insert({tile.batch, tile.head, tile.m_block}).second);
-            if (i == 0) EXPECT(tile.m_block == int(m_blocks) - 1);  // the longest first
+            EXPECT(i > 0 || tile.m_block == int(m_blocks) - 1);
           }
+        };
+        for (uint32_t group : {1, 4, 32}) {
+          check(TileOrder(m_blocks, heads, heads * batch, group));
+          for (bool has_late : {false, true}) check(LateTileOrder(m_blocks, heads, heads * batch, group, has_late));
         }
+      }
 }
 
 static void test_launch() {
@@ -398,7 +402,7 @@ static void test_tma() {
   EXPECT(request_of(p, Variant::plain, 100, Family::wgmma).family == Family::wgmma);
 }
 
-// Backward's key blocks in turns, a row block a step, on a card with so many places for CTAs: steps that it takes until all
+// Backward's key blocks in turns, a row block a step, on a card with so many places for CTAs: steps it takes until all
 // have added to all row blocks that they see.
 static long steps_in_turns(const BwdParams& p, const BwdLaunch& launch, int keys, int rows, int places) {
   struct Cta {

@@ -57,4 +57,33 @@ struct TileOrder {
   }
 };
 
+// Under a causal mask the first row blocks have least work. A launch that deals out its tiles as CTAs become free keeps
+// those of all heads for the end, behind the others in the order of groups: they fill the time of CTAs that would have to
+// wait for a longer tile. (A simulation of 132 CTAs says 1 to 6 % of all time.)
+struct LateTileOrder {
+  TileOrder early;           // of the other row blocks
+  uint32_t late_blocks = 0;  // of each head
+  uint32_t late_begin = 0;   // the first tile among them
+  Divisor all_heads;
+
+  LateTileOrder() = default;
+  LateTileOrder(uint32_t blocks_of_head, uint32_t heads_of_sequence, uint32_t heads_of_all, uint32_t heads_of_group,
+                bool has_late)
+      : late_blocks(has_late ? (blocks_of_head + 3) / 4 : 0), all_heads(heads_of_all) {
+    early = TileOrder(blocks_of_head - late_blocks, heads_of_sequence, heads_of_all, heads_of_group);
+    late_begin = (blocks_of_head - late_blocks) * heads_of_all;
+  }
+
+  FLASH_HOST_DEVICE TileIndex tile(uint32_t index) const {
+    if (index < late_begin) {
+      TileIndex found = early.tile(index);
+      found.m_block += static_cast<int>(late_blocks);
+      return found;
+    }
+    const uint32_t rest = index - late_begin, above = all_heads.divide(rest), head = rest - above * all_heads.value;
+    const uint32_t batch = early.heads.divide(head);
+    return {batch, head - batch * early.heads.value, static_cast<int>(late_blocks - 1 - above)};
+  }
+};
+
 }  // namespace flash

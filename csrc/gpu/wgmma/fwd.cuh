@@ -72,18 +72,18 @@ __device__ __forceinline__ void multiply_value(float (&rO)[F::kO][4], const uint
     ptx::wgmma_columns<F::kKey.dtype, F::kHeadDim>(rO, rP[depth], v + depth * (16 * 128 >> 4), true);
 }
 
-// The sink joins the sum, O is normalised and stored, and so are the statistics.
+// The sink joins the sum, and the statistics are stored. `factor`: what normalises O's two rows.
 template <class F>
-__device__ __forceinline__ void finish_tile(const FwdParams& p, const FwdLaunch& launch, const TileWork& work,
-                                            const LazySoftmax& softmax, float (&rO)[1][F::kO][4], ScoreUnit unit,
+__device__ __forceinline__ void finish_rows(float (&factor)[2], const FwdParams& p, const FwdLaunch& launch,
+                                            const TileWork& work, const LazySoftmax& softmax, ScoreUnit unit,
                                             int own_row, int lane) {
-  float sum[2], factor[2];
+  float sum[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     sum[half] = row_sum_of(softmax.row_sum[0][half]);
     factor[half] = sum[half] == 0 ? 0.f : (F::kDropout ? launch.keep_scale : 1.f) * ptx::reciprocal(sum[half]);
   }
-  // Lanes 0 and 1 of the four that share two rows have one each for the statistics.
+  // Lanes 0 and 1 of the four that share two rows have one each.
   const int half = lane & 1;
   const float reference = half == 0 ? softmax.reference[0][0] : softmax.reference[0][1];
   const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head];
@@ -92,14 +92,16 @@ __device__ __forceinline__ void finish_tile(const FwdParams& p, const FwdLaunch&
     const float normalise = finished.normalise * (F::kDropout ? launch.keep_scale : 1.f);
     factor[0] = __shfl_sync(~0u, normalise, lane & ~1), factor[1] = __shfl_sync(~0u, normalise, lane | 1);
   }
-  const int row = own_row + lane / 4, rows = work.rows - work.first_row;
-  store_fragments<F::kKey.dtype>(work.out + row * p.out.row_stride, p.out.row_stride, static_cast<int>(p.dim_v), rO[0],
-                                 factor, row, rows, lane);
-  if (lane % 4 < 2 && row + 8 * half < rows) {
-    work.reference[row + 8 * half] = finished.statistics.reference;
-    work.log2_sum[row + 8 * half] = finished.statistics.log2_sum;
-    work.lse[row + 8 * half] = log_sum_exp(finished.statistics);
-  }
+  const int row = own_row + lane / 4 + 8 * half;
+  if (lane % 4 < 2 && row < work.rows - work.first_row) work.store_statistics(row, finished.statistics);
+}
+
+template <class F>
+__device__ __forceinline__ void store_output(const FwdParams& p, const TileWork& work, const float (&rO)[F::kO][4],
+                                             const float (&factor)[2], int own_row, int lane) {
+  const int row = own_row + lane / 4;
+  store_fragments<F::kKey.dtype>(work.out + row * p.out.row_stride, p.out.row_stride, static_cast<int>(p.dim_v), rO,
+                                 factor, row, work.rows - work.first_row, lane);
 }
 
 // A tile whose rows see no key, or whose lengths cannot be.
@@ -115,11 +117,7 @@ __device__ __forceinline__ void store_special(const FwdParams& p, const TileWork
 #pragma unroll 1
   for (int row = thread / 32; row < min(work.rows - work.first_row, F::kRows); row += F::kConsumers / 32) {
     for (int d = lane; d < p.dim_v; d += 32) work.out[row * p.out.row_stride + d] = 0;
-    if (lane == 0) {
-      work.reference[row] = finished.statistics.reference;
-      work.log2_sum[row] = finished.statistics.log2_sum;
-      work.lse[row] = log_sum_exp(finished.statistics);
-    }
+    if (lane == 0) work.store_statistics(row, finished.statistics);
   }
 }
 
@@ -251,10 +249,12 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     }
     ask_for_score();  // of whatever is there, if there is no next one: a branch would make all products wait for each other
     ptx::wgmma_commit();
+    float factor[2];
+    finish_rows<F>(factor, p, launch, work, softmax, unit, own_row, self.lane);
     ptx::wgmma_wait<1>();
     ptx::pin(rO[0]);
     release_v();
-    finish_tile<F>(p, launch, work, softmax, rO, unit, own_row, self.lane);
+    store_output<F>(p, work, rO[0], factor, own_row, self.lane);
     self.release_tile();
     ptx::wgmma_wait<0>();
     ptx::pin(rS[0]);

@@ -9,7 +9,7 @@
 
 namespace flash::wgmma {
 
-// Tiles are dealt out one by one, in the order of TileOrder. The last CTA of a launch leaves the counters as it found them:
+// Tiles are dealt out one by one, in the order of LateTileOrder. The last CTA of a launch leaves the counters as it found them:
 // two for each stream that has launched this kernel outside of a graph.
 inline constexpr int kMostStreams = 512;
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ void leave(uint32_t* counter) {
 template <class F>
 __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, const FwdLaunch& launch, uint32_t index) {
   {
-    const TileIndex tile = launch.order.tile(index);
+    const TileIndex tile = launch.late_order.tile(index);
     work.batch = static_cast<int>(tile.batch), work.head = static_cast<int>(tile.head);
     work.first_row = tile.m_block * F::kRows;
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/sequence.h"
+#include "common/statistics.h"
 #include "common/visibility.h"
 #include "gpu/families.h"
 #include "gpu/tile/block_tiles.cuh"
@@ -28,7 +29,7 @@ struct Fwd {
   static constexpr bool kDropout = kKey.variant >= Variant::dropout;
   static constexpr bool kModified = kKey.variant >= Variant::modified;
   // The registers at launch are all there is: 65536 / threads of them, rounded down to eight, for each thread.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : kWarpgroups == 3 ? 32 : 24;
+  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 160 : 112;
   static_assert(128 * kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * kThreads);
   static_assert(kKeys % (kDropout ? static_cast<int>(kDropoutKeys) : 16) == 0 && kHeadDim % 16 == 0);
@@ -62,6 +63,12 @@ struct TileWork {
   float *reference, *log2_sum, *lse;
   // Where the copy engine finds them: rows of the tensors, and what it may read of the keys.
   int batch_q, batch_k, first_q, first_k, end_k;
+
+  __device__ __forceinline__ void store_statistics(int row, RowStatistics<float> statistics) const {
+    reference[row] = statistics.reference;
+    log2_sum[row] = statistics.log2_sum;
+    lse[row] = log_sum_exp(statistics);
+  }
 };
 
 // What the loader says of a block of keys: its number and these.
