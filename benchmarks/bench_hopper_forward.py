@@ -1,10 +1,11 @@
-"""Speed of the Hopper forward (wgmma) beside cuDNN and, where it can be imported, FlashAttention-3, in one process: bursts
-of some milliseconds in random order with idle gaps, CUDA events, medians.
+"""Speed of the Hopper forward (wgmma) beside cuDNN and, where it can be imported, FlashAttention-3, in one process:
+bursts of some milliseconds in random order with idle gaps, CUDA events, medians.
 
     python benchmarks/bench_hopper_forward.py [--quick] [--rounds 3] [--dims 64 128 256] [--out ...]
 
-bf16, 16k tokens in all, heads · dim = 2048. FLOPs are counted as 4 · batch · heads · seqlen² · dim, half for causal, for
-everyone. FlashAttention-3 is a module `fa3` with `fwd(q, k, v, causal=)` on the path. Then what options cost, ours alone.
+bf16, 16k tokens in all, heads · dim = 2048. FLOPs are counted as 4 · batch · heads · seqlen² · dim, half for causal,
+for everyone. FlashAttention-3 is a module `fa3` with `fwd(q, k, v, causal=)` on the path. Then what options cost, ours
+alone.
 """
 
 from __future__ import annotations

@@ -397,6 +397,8 @@ def test_bias_gradient_of_many_terms(sizes, target):
 @with_targets([Case(dtype=d, seqlen_q=n) for d in cases.NAMES for n in (4, 200)])
 def test_nan_of_rows_that_see_nothing_reaches_nothing(case: Case, target: Target):
     """Their weights are zeros, which times NaN would be NaN: their dout, and on the CPU their q, count for nothing."""
+    if target.backend == "wgmma":
+        pytest.skip("bias and mask are mma_sync's")
     shape = (1, case.seqlen_q, 1, 8)
     q, k, v, dout = (torch.randn(shape).to(case.dtype).to(target.device) for _ in range(4))
     bias = torch.zeros(1, 1, case.seqlen_q, case.seqlen_q, dtype=case.dtype, device=target.device)

@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not cases.KERNELS, reason="needs a GPU and its kernels"),
 ]
 BF16, HALF = torch.bfloat16, torch.float16
+FAMILIES = [target.backend for target in cases.KERNELS]
 
 
 @pytest.fixture
@@ -60,13 +61,13 @@ def check_segments(lengths_q: list[int], lengths_k: list[int], *, heads, heads_k
     for x in (q, k, v):
         x[-9:] = math.nan
     longest = max(lengths_q), max(lengths_k)
-    out = flash_attn_varlen_func(q, k, v, *offsets, *longest, backend="mma_sync", **options)
+    out = flash_attn_varlen_func(q, k, v, *offsets, *longest, **options)
     assert out.isfinite().all() and (out[-9:] == 0).all()
     (begin_q, begin_k), n = (x.tolist() for x in offsets), len(lengths_q)
     for b in range(n):
         one = [x[o[b] : o[b + 1]][None] for x, o in ((q, begin_q), (k, begin_k), (v, begin_k))]
         if lengths_q[b] > 0:
-            alone = flash_attn_func(*one, backend="mma_sync", **options)
+            alone = flash_attn_func(*one, **options)
             torch.testing.assert_close(out[begin_q[b] : begin_q[b + 1]], alone[0], rtol=0, atol=0)
 
 
@@ -248,45 +249,59 @@ def test_why_wgmma_refuses(limited_card):
 # ---- Shapes and strides ---------------------------------------------------------------------------------------------
 
 
-def test_more_heads_than_a_grid_axis_has():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_more_heads_than_a_grid_axis_has(backend):
     """70,000 sequences × 2 heads."""
     q, k, v = qkv(batch=70_000, seqlen_q=3, seqlen_k=5, heads=2, heads_k=1, dim=8)
-    out = flash_attn_func(q, k, v, backend="mma_sync")
+    out = flash_attn_func(q, k, v, backend=backend)
     for part in (slice(0, 2), slice(32_766, 32_770), slice(69_998, 70_000)):
         close(out[part], q[part], k[part], v[part])
 
 
+@pytest.mark.parametrize("backend", FAMILIES)
 @pytest.mark.parametrize(("batch", "seqlen", "heads", "dim"), ((768, 2048, 8, 256), (1600, 729, 16, 72)))
-def test_huge_batch(batch, seqlen, heads, dim):
+def test_huge_batch(backend, batch, seqlen, heads, dim):
     """T77: q has more than 2^31 elements, or almost."""
     if torch.cuda.mem_get_info()[0] < 10 * batch * seqlen * heads * dim:
         pytest.skip("needs more memory")
     q = torch.randn(batch, seqlen, heads, dim, dtype=BF16, device="cuda")
     k, v = q[:, :, : heads // 4], q[:, :, heads // 4 : heads // 2]
-    out = flash_attn_func(q, k, v, causal=True, backend="mma_sync")
+    out = flash_attn_func(q, k, v, causal=True, backend=backend)
     for b in (0, batch // 2, batch - 1):
         part = [x[b : b + 1] for x in (q, k, v)]
-        assert torch.equal(out[b : b + 1], flash_attn_func(*part, causal=True, backend="mma_sync"))
+        assert torch.equal(out[b : b + 1], flash_attn_func(*part, causal=True, backend=backend))
     close(out[-1:, :, :4], q[-1:, :, :4], k[-1:, :, :1], v[-1:, :, :1], causal=True)
 
 
-def test_short_segments():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_short_segments(backend):
     """T32 and T34: 200 sequences of 1 to 7 rows; lengths around a tile, and none at all."""
     lengths = [1 + n % 7 for n in range(200)]
-    check_segments(lengths, lengths[::-1], heads=4, heads_k=2, dim=64)
-    check_segments([0, 1, 65, 0, 33, 33], [0, 129, 65, 7, 33, 1], heads=2, heads_k=1, dim=64, causal=True)
+    check_segments(lengths, lengths[::-1], heads=4, heads_k=2, dim=64, backend=backend)
+    check_segments(
+        [0, 1, 65, 0, 33, 33], [0, 129, 65, 7, 33, 1], heads=2, heads_k=1, dim=64, causal=True, backend=backend
+    )
 
 
-def test_packed_window_again_and_again():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_packed_window_again_and_again(backend):
     """T130: windows narrower than the sequences, in other places each time."""
     for n in range(30):
         lengths = [(97 * (n + 1) * (b + 3)) % 500 + 1 for b in range(4)]
         check_segments(
-            lengths, lengths, heads=4, heads_k=4, dim=128, window_size=(16 + 5 * n, n % 3), causal=n % 2 == 0
+            lengths,
+            lengths,
+            heads=4,
+            heads_k=4,
+            dim=128,
+            window_size=(16 + 5 * n, n % 3),
+            causal=n % 2 == 0,
+            backend=backend,
         )
 
 
-def test_strides_beyond_32_bits():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_strides_beyond_32_bits(backend):
     """Rows of K and V lie 2^27 elements apart: 33 of them need 64-bit offsets."""
     if torch.cuda.mem_get_info()[0] < 24 << 30:
         pytest.skip("needs 24 GB")
@@ -295,19 +310,21 @@ def test_strides_beyond_32_bits():
     k = wide.as_strided((1, 33, 1, 64), (0, 1 << 27, 0, 1))
     v = wide.as_strided((1, 33, 1, 64), (0, 1 << 27, 0, 1), 1 << 20)
     k.normal_(), v.normal_()
-    close(flash_attn_func(q, k, v, backend="mma_sync"), q, k, v)
+    close(flash_attn_func(q, k, v, backend=backend), q, k, v)
 
 
-def test_long_sequences_with_a_window():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_long_sequences_with_a_window(backend):
     """70,000 keys; only the rows that see the end are compared."""
     q, k, v = qkv(batch=1, seqlen_q=130, seqlen_k=70_000, heads=2, heads_k=1)
-    out = flash_attn_func(q, k, v, window_size=(100, 0), backend="mma_sync")
+    out = flash_attn_func(q, k, v, window_size=(100, 0), backend=backend)
     close(out, q, k[:, -300:], v[:, -300:], window=(100, 0))
 
 
+@pytest.mark.parametrize("backend", FAMILIES)
 @pytest.mark.parametrize("dtype", (HALF, BF16))
 @pytest.mark.parametrize("order", ("rising", "falling", "spike"))
-def test_reference_follows_the_scores(order, dtype):
+def test_reference_follows_the_scores(backend, order, dtype):
     """Scores that grow far beyond the first block's maximum, block after block: P must not overflow."""
     q, k, v = qkv(batch=1, seqlen_q=70, seqlen_k=1000, heads=1, heads_k=1, dtype=dtype)
     q[..., 0], k[..., 0] = 8, torch.linspace(-60, 60, 1000, device="cuda", dtype=dtype)[None, :, None]
@@ -316,7 +333,7 @@ def test_reference_follows_the_scores(order, dtype):
     if order == "spike":
         k[..., 0] = 0
         k[0, 123, 0, 0] = 100
-    out, lse = flash_attn_func(q, k, v, return_lse=True, backend="mma_sync")
+    out, lse = flash_attn_func(q, k, v, return_lse=True, backend=backend)
     close(out, q, k, v)
     want = oracle.attention(*(x.cpu() for x in (q, k, v)))[1]
     torch.testing.assert_close(lse.cpu().double(), want, rtol=1e-5, atol=1e-4)
@@ -325,23 +342,25 @@ def test_reference_follows_the_scores(order, dtype):
 # ---- Lengths that nobody has checked --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", FAMILIES)
 @pytest.mark.parametrize("wrong", ([0, 50, 40, 90], [0, 20, 200, 90], [-5, 20, 40, 90], [0, 20, 40, 1 << 40]), ids=str)
-def test_impossible_offsets_give_nan(wrong):
+def test_impossible_offsets_give_nan(backend, wrong):
     """Seen, not plausible; and nothing outside is read or written (compute-sanitizer says so)."""
     q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
     good = torch.tensor([0, 20, 40, 90], device="cuda")
-    out = flash_attn_varlen_func(q, q, q, torch.tensor(wrong, device="cuda"), good, 90, 90, backend="mma_sync")
+    out = flash_attn_varlen_func(q, q, q, torch.tensor(wrong, device="cuda"), good, 90, 90, backend=backend)
     assert out.isnan().any()
-    out = flash_attn_varlen_func(q, q, q, good, torch.tensor(wrong, device="cuda"), 90, 90, backend="mma_sync")
+    out = flash_attn_varlen_func(q, q, q, good, torch.tensor(wrong, device="cuda"), 90, 90, backend=backend)
     assert out.isnan().any()
 
 
-def test_impossible_lengths_give_nan():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_impossible_lengths_give_nan(backend):
     q = torch.randn(3, 9, 2, 64, dtype=BF16, device="cuda")
-    want = flash_attn_func(q, q, q, backend="mma_sync")
+    want = flash_attn_func(q, q, q, backend=backend)
     for name, wrong in (("seqused_k", [9, 10, 9]), ("leftpad_k", [0, -1, 0]), ("seqused_q", [9, 1 << 20, 9])):
         lengths = {name: torch.tensor(wrong, dtype=torch.int32, device="cuda")}
-        out, lse = flash_attn_func(q, q, q, return_lse=True, backend="mma_sync", **lengths)
+        out, lse = flash_attn_func(q, q, q, return_lse=True, backend=backend, **lengths)
         assert out[1].isnan().all() and lse[1].isnan().all()
         assert torch.equal(out[0], want[0]) and torch.equal(out[2], want[2])
 
@@ -349,10 +368,11 @@ def test_impossible_lengths_give_nan():
 # ---- Streams, graphs, devices ---------------------------------------------------------------------------------------
 
 
-def test_two_streams():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_two_streams(backend):
     """Each call runs on its caller's stream, behind what that stream still has to do."""
     inputs = [qkv(seqlen_q=512, seqlen_k=512) for _ in range(2)]
-    want = [flash_attn_func(*x, causal=True, backend="mma_sync") for x in inputs]
+    want = [flash_attn_func(*x, causal=True, backend=backend) for x in inputs]
     streams = [torch.cuda.Stream() for _ in range(2)]
     for _ in range(25):
         torch.cuda.synchronize()
@@ -361,18 +381,19 @@ def test_two_streams():
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(200_000)
                 late = [torch.empty_like(x).copy_(x) for x in tensors]
-                got.append(flash_attn_func(*late, causal=True, backend="mma_sync"))
+                got.append(flash_attn_func(*late, causal=True, backend=backend))
         torch.cuda.synchronize()
         assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
-def test_graph_with_dropout_draws_anew():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_graph_with_dropout_draws_anew(backend):
     """T82: captured once, replayed: a new mask each time; manual_seed reproduces it."""
     q, k, v = qkv(seqlen_q=256, seqlen_k=256)
-    flash_attn_func(q, k, v, dropout_p=0.3)
+    flash_attn_func(q, k, v, dropout_p=0.3, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = flash_attn_func(q, k, v, dropout_p=0.3)
+        out = flash_attn_func(q, k, v, dropout_p=0.3, backend=backend)
     results = []
     for seed in (1, None, 1):
         if seed is not None:
@@ -387,14 +408,15 @@ def test_graph_with_dropout_draws_anew():
     )
 
 
-def test_graph_of_packed_dropout():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_graph_of_packed_dropout(backend):
     """T82, packed: replays draw anew."""
     cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
     q = torch.randn(90, 2, 64, dtype=HALF, device="cuda")
-    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend="mma_sync")
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend="mma_sync")
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend=backend)
     seen = []
     for _ in range(2):
         graph.replay()
@@ -402,26 +424,28 @@ def test_graph_of_packed_dropout():
     assert not torch.equal(*seen) and seen[0].isfinite().all()
 
 
-def test_graph_with_other_lengths():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_graph_with_other_lengths(backend):
     """T124: lengths are read when the graph runs."""
     q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
     cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
-    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend="mma_sync")
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend="mma_sync")
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend)
     cu.copy_(torch.tensor([0, 0, 77, 80]))
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend="mma_sync"))
+    assert torch.equal(out, flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend))
     assert (out[80:] == 0).all()
 
 
-def test_nothing_waits_for_the_device():
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_nothing_waits_for_the_device(backend):
     """A call returns while the stream is still busy, varlen and with dropout too."""
     q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
     cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
-    options = dict(dropout_p=0.1, causal=True, backend="mma_sync")
+    options = dict(dropout_p=0.1, causal=True, backend=backend)
     flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, **options)
     torch.cuda.synchronize()
     done = torch.cuda.Event()
@@ -431,11 +455,12 @@ def test_nothing_waits_for_the_device():
     assert not done.query()
 
 
+@pytest.mark.parametrize("backend", FAMILIES)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_device():
+def test_other_device(backend):
     q, k, v = qkv(device="cuda:1")
     with torch.cuda.device(0):
-        out = flash_attn_func(q, k, v, causal=True, backend="mma_sync")
+        out = flash_attn_func(q, k, v, causal=True, backend=backend)
         assert torch.cuda.current_device() == 0 and out.device == q.device
     close(out, q, k, v, causal=True)
 
@@ -443,16 +468,17 @@ def test_other_device():
 # ---- Dropout --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("backend", FAMILIES)
 @pytest.mark.parametrize("dim", (32, 128, 256))
 @pytest.mark.parametrize("causal", (False, True))
-def test_mask_is_the_same_as_on_the_cpu(dim, causal):
+def test_mask_is_the_same_as_on_the_cpu(backend, dim, causal):
     """Bit by bit: q = 0 makes P uniform, and V = identity shows which elements were kept."""
     seed = torch.tensor([77, -5])
     n, m = 150, min(dim, 100)
     q = torch.zeros(2, n, 4, dim, dtype=BF16, device="cuda")
     k = torch.zeros(2, m, 2, dim, dtype=BF16, device="cuda")
     v = torch.eye(m, dtype=BF16, device="cuda")[None, :, None].expand(2, m, 2, m)
-    out = flash_attn_func(q, k, v, dropout_p=0.3, dropout_seed=seed.cuda(), causal=causal, backend="mma_sync")
+    out = flash_attn_func(q, k, v, dropout_p=0.3, dropout_seed=seed.cuda(), causal=causal, backend=backend)
     keep = flash_attn.dropout_mask(seed, 0.3, 2, 4, n, m)
     i, j = torch.arange(n)[:, None], torch.arange(m)
     seen = keep & (j <= i + m - n) if causal else keep

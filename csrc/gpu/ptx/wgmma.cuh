@@ -45,26 +45,31 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t place) {
 }
 
 // Lists of registers for the two products below.
-#define FLASH_R32 \
+#define FLASH_R32                                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define FLASH_R40 \
-  FLASH_R32 ", " \
-  "%32, %33, %34, %35, %36, %37, %38, %39"
+  FLASH_R32       \
+      ", "        \
+      "%32, %33, %34, %35, %36, %37, %38, %39"
 #define FLASH_R48 \
-  FLASH_R40 ", " \
-  "%40, %41, %42, %43, %44, %45, %46, %47"
+  FLASH_R40       \
+      ", "        \
+      "%40, %41, %42, %43, %44, %45, %46, %47"
 #define FLASH_R64 \
-  FLASH_R48 ", " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define FLASH_R96 \
-  FLASH_R64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
-  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define FLASH_R128 \
-  FLASH_R96 ", " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
-  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+  FLASH_R48       \
+      ", "        \
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASH_R96                                                                                            \
+  FLASH_R64                                                                                                  \
+      ", "                                                                                                   \
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+      "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define FLASH_R128                                                                                         \
+  FLASH_R96                                                                                                \
+      ", "                                                                                                 \
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+      "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define FLASH_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define FLASH_D8(n) FLASH_D4(n), FLASH_D4(n + 1)
 #define FLASH_D32(n) FLASH_D8(n), FLASH_D8(n + 2), FLASH_D8(n + 4), FLASH_D8(n + 6)
@@ -74,28 +79,28 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t place) {
 #define FLASH_D96(n) FLASH_D64(n), FLASH_D32(n + 16)
 #define FLASH_D128(n) FLASH_D96(n), FLASH_D32(n + 24)
 
-#define FLASH_WGMMA_SHARED(columns, type, registers, a_at, b_at, accumulate_at)                                    \
-  if constexpr (kN == columns)                                                                                     \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #accumulate_at ", 0; wgmma.mma_async.sync.aligned.m64n" #columns  \
-               "k16.f32." type "." type " {" FLASH_R##registers "}, %" #a_at ", %" #b_at ", p, 1, 1, 0, 0;}"        \
-               : FLASH_D##registers(0)                                                                             \
+#define FLASH_WGMMA_SHARED(columns, type, registers, a_at, b_at, accumulate_at)                                   \
+  if constexpr (kN == columns)                                                                                    \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #accumulate_at ", 0; wgmma.mma_async.sync.aligned.m64n" #columns \
+               "k16.f32." type "." type " {" FLASH_R##registers "}, %" #a_at ", %" #b_at ", p, 1, 1, 0, 0;}"      \
+               : FLASH_D##registers(0)                                                                            \
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
-#define FLASH_WGMMA_REGISTERS(columns, type, registers, a0, a1, a2, a3, b_at, accumulate_at)                       \
-  if constexpr (kN == columns)                                                                                     \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #accumulate_at ", 0; wgmma.mma_async.sync.aligned.m64n" #columns  \
-               "k16.f32." type "." type " {" FLASH_R##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %"   \
-               #b_at ", p, 1, 1, 1;}"                                                                              \
-               : FLASH_D##registers(0)                                                                             \
+#define FLASH_WGMMA_REGISTERS(columns, type, registers, a0, a1, a2, a3, b_at, accumulate_at)                           \
+  if constexpr (kN == columns)                                                                                         \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #accumulate_at ", 0; wgmma.mma_async.sync.aligned.m64n" #columns      \
+               "k16.f32." type "." type " {" FLASH_R##registers "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b_at \
+                                                                ", p, 1, 1, 1;}"                                       \
+               : FLASH_D##registers(0)                                                                                 \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
-#define FLASH_WGMMA_ALL_SHARED(type)                        \
-  FLASH_WGMMA_SHARED(64, type, 32, 32, 33, 34);             \
-  FLASH_WGMMA_SHARED(80, type, 40, 40, 41, 42);             \
-  FLASH_WGMMA_SHARED(96, type, 48, 48, 49, 50);             \
+#define FLASH_WGMMA_ALL_SHARED(type)            \
+  FLASH_WGMMA_SHARED(64, type, 32, 32, 33, 34); \
+  FLASH_WGMMA_SHARED(80, type, 40, 40, 41, 42); \
+  FLASH_WGMMA_SHARED(96, type, 48, 48, 49, 50); \
   FLASH_WGMMA_SHARED(128, type, 64, 64, 65, 66)
-#define FLASH_WGMMA_ALL_REGISTERS(type)                     \
-  FLASH_WGMMA_REGISTERS(64, type, 32, 32, 33, 34, 35, 36, 37);  \
-  FLASH_WGMMA_REGISTERS(96, type, 48, 48, 49, 50, 51, 52, 53);  \
-  FLASH_WGMMA_REGISTERS(128, type, 64, 64, 65, 66, 67, 68, 69); \
+#define FLASH_WGMMA_ALL_REGISTERS(type)                           \
+  FLASH_WGMMA_REGISTERS(64, type, 32, 32, 33, 34, 35, 36, 37);    \
+  FLASH_WGMMA_REGISTERS(96, type, 48, 48, 49, 50, 51, 52, 53);    \
+  FLASH_WGMMA_REGISTERS(128, type, 64, 64, 65, 66, 67, 68, 69);   \
   FLASH_WGMMA_REGISTERS(192, type, 96, 96, 97, 98, 99, 100, 101); \
   FLASH_WGMMA_REGISTERS(256, type, 128, 128, 129, 130, 131, 132, 133)
 

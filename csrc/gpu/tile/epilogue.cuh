@@ -19,7 +19,8 @@ __device__ __forceinline__ void store_statistics(const FwdParams& p, const Seque
 }
 
 // Impossible lengths (nobody on the host has read them): nothing is computed, and NaN says so.
-inline __device__ __noinline__ void store_nan(const FwdParams& p, int64_t batch, int64_t head, int thread, int threads) {
+inline __device__ __noinline__ void store_nan(const FwdParams& p, int64_t batch, int64_t head, int thread,
+                                              int threads) {
   Sequence whole{batch, {}, {}};  // from the tensor's first row on
   Range rows{0, p.rows_q.rows};
   if (p.rows_q.cu_seqlens.given())

@@ -10,9 +10,9 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "gpu/passes/block_tiles.cuh"
 #include "gpu/ptx/barrier.cuh"
 #include "gpu/ptx/wgmma.cuh"
-#include "gpu/passes/block_tiles.cuh"
 #include "gpu/tile/epilogue.cuh"
 #include "gpu/tile/launch.cuh"
 #include "gpu/tile/score.cuh"
@@ -47,9 +47,7 @@ struct Consumer {
 
   // Warpgroups ask for products one after the other.
   __device__ __forceinline__ void wait_for_turn() const { ptx::barrier_sync(1 + warpgroup, 256); }
-  __device__ __forceinline__ void end_turn() const {
-    ptx::barrier_arrive(1 + (warpgroup + 1) % F::kWarpgroups, 256);
-  }
+  __device__ __forceinline__ void end_turn() const { ptx::barrier_arrive(1 + (warpgroup + 1) % F::kWarpgroups, 256); }
 };
 
 // Asks for S = Q Kᵀ.
@@ -138,8 +136,29 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     if (F::kStagesQ == 1 && (block & kIsLast) != 0) release_q();
     self.release(messages.k_empty[self.k.stage]), self.k.advance();
   };
-  const auto wait_for_k = [&] { self.wait(messages.k_full[self.k.stage], self.k.parity); };
   const auto read_block = [&] { block = *static_cast<volatile int*>(&messages.block[self.k.stage]); };
+  // Blocks behind the last key that this warpgroup's rows see, at the head of a tile's: they are passed over. `keys`, `values`:
+  // which part of them is to be given back. The last block of a tile is none of them, so that there is a first one.
+  const auto pass_over_k = [&](const TileWork& work) {
+    int passed = 0;
+    while (true) {
+      self.wait(messages.k_full[self.k.stage], self.k.parity);
+      read_block();
+      const int end = work.seen_end + 64 * self.warpgroup + 63;
+      if ((block & (kHasHidden | kIsLast)) != kHasHidden || (block & kBlockNumber) * F::kKeys < end) return passed;
+      release_k();
+      ++passed;
+    }
+  };
+  const auto pass_over_v = [&](int passed) {
+    for (; passed > 0; --passed) {
+      self.wait(messages.v_full[self.v.stage], self.v.parity);
+      release_v();
+      self.wait_for_turn();
+      self.end_turn();
+    }
+  };
+  const auto wait_for_k = [&] { self.wait(messages.k_full[self.k.stage], self.k.parity); };
   const auto ask_for_score = [&] {
     ptx::wgmma_fence();
     ptx::pin(rS[0]);
@@ -181,7 +200,8 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
         scale_and_modify(rS, place(), launch.scale, softcap_of<float>(p.score), slope, work.visibility.diagonal,
                          first_key);
       if ((block & kHasHidden) != 0)
-        hide_unseen(rS, place(), DiagonalInterval{work.seen_begin, work.seen_end}.below(own_row + self.lane / 4), first_key);
+        hide_unseen(rS, place(), DiagonalInterval{work.seen_begin, work.seen_end}.below(own_row + self.lane / 4),
+                    first_key);
     };
     const auto drop = [&] {
       if constexpr (F::kDropout)
@@ -195,13 +215,13 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     // The first block's maxima are the rows' first references.
     if (!has_score) {
       self.wait(messages.q_full[self.q.stage], self.q.parity);
-      wait_for_k();
+      const int passed = pass_over_k(work);
       ask_for_score();
       ptx::wgmma_commit();
-      read_block();
       ptx::wgmma_wait<0>();
       ptx::pin(rS[0]);
       release_k();
+      pass_over_v(passed);
     }
 #pragma unroll
     for (int i = 0; i < F::kO * 4; ++i) rO[0][i / 4][i % 4] = 0;
@@ -242,10 +262,10 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     next.advance();
     self.wait(messages.tile_full[next.stage], next.parity);
     has_score = messages.tile[next.stage].state == TileWork::kBlocks;
+    int passed = 0;
     if (has_score) {
       self.wait(messages.q_full[self.q.stage], self.q.parity);
-      wait_for_k();
-      read_block();
+      passed = pass_over_k(messages.tile[next.stage]);
     }
     ask_for_score();  // of whatever is there, if there is no next one: a branch would make all products wait for each other
     ptx::wgmma_commit();
@@ -259,6 +279,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     ptx::wgmma_wait<0>();
     ptx::pin(rS[0]);
     if (has_score) release_k();
+    pass_over_v(passed);
   }
 }
 
@@ -296,11 +317,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   ptx::take_registers<F::kConsumerRegisters>();
   const int own = warpgroup - 1, lane = static_cast<int>(threadIdx.x % 32);
-  Consumer<F> self{messages,
-                   own,
-                   static_cast<int>(threadIdx.x / 32 % 4),
-                   lane,
-                  ptx::wgmma_place(Buffers<F>::kQ, 16) + own * (F::kBytesOfWarpgroup >> 4)};
+  Consumer<F> self{messages, own, static_cast<int>(threadIdx.x / 32 % 4), lane,
+                   ptx::wgmma_place(Buffers<F>::kQ, 16) + own * (F::kBytesOfWarpgroup >> 4)};
   if (own == F::kWarpgroups - 1) self.end_turn();  // the first one's turn comes first
   consume<F>(self, p, launch);
 }

@@ -21,9 +21,30 @@ __device__ __forceinline__ void leave(uint32_t* counter) {
   __threadfence();
 }
 
-// The tile of this index. False: no such rows. What is known goes to shared memory at once: there are few registers.
+// The lengths of the tile's sequence, and what rows see by them. False: they cannot be.
 template <class F>
-__device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, const FwdLaunch& launch, uint32_t index) {
+__device__ __forceinline__ bool find_lengths(TileWork& work, const FwdParams& p, const FwdLaunch& launch) {
+  work.sequence.q = rows_of_sequence(p.rows_q, work.batch);
+  ptx::forget_memory();
+  bool possible = rows_are_possible(p.rows_q, work.sequence.q, work.batch, launch.max_rows_q);
+  ptx::forget_memory();
+  work.sequence.k = rows_of_sequence(p.rows_k, work.batch);
+  ptx::forget_memory();
+  const int64_t most = launch.tiles.steps == nullptr ? -1 : int64_t{launch.tiles.other_tiles} * F::kKeys;
+  possible = possible && rows_are_possible(p.rows_k, work.sequence.k, work.batch, most);
+  ptx::forget_memory();
+  work.rows = static_cast<int>(work.sequence.q.length), work.keys = static_cast<int>(work.sequence.k.length);
+  ptx::forget_memory();
+  work.visibility = make_visibility(p.window, work.rows, work.keys);
+  ptx::forget_memory();
+  return possible;
+}
+
+// The tile of this index. False: no such rows. What is known goes to shared memory at once: there are few registers.
+// `has_lengths_already`: from a tile before, of sequences that are all alike.
+template <class F>
+__device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, const FwdLaunch& launch, uint32_t index,
+                                         bool has_lengths_already) {
   {
     const TileIndex tile = launch.late_order.tile(index);
     work.batch = static_cast<int>(tile.batch), work.head = static_cast<int>(tile.head);
@@ -32,21 +53,13 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
   ptx::forget_memory();
   work.head_k = static_cast<int>(launch.group.divide(static_cast<uint32_t>(work.head)));
   work.sequence.index = work.batch;
-  work.sequence.q = rows_of_sequence(p.rows_q, work.batch);
-  ptx::forget_memory();
-  bool possible = rows_are_possible(p.rows_q, work.sequence.q, work.batch, launch.max_rows_q);
-  ptx::forget_memory();
-  work.sequence.k = rows_of_sequence(p.rows_k, work.batch);
-  ptx::forget_memory();
-  possible = possible && rows_are_possible(p.rows_k, work.sequence.k, work.batch,
-                                           launch.tiles.steps == nullptr ? -1 : int64_t{launch.tiles.other_tiles} * F::kKeys);
-  ptx::forget_memory();
-  if (!possible) {
+  if (has_lengths_already) {
+    work.sequence.q.batch = work.sequence.k.batch = work.batch;
+  } else if (!find_lengths<F>(work, p, launch)) {
     work.state = TileWork::kImpossible;
     return work.first_row == 0;
   }
-  if (work.first_row >= work.sequence.q.length) return false;
-  work.rows = static_cast<int>(work.sequence.q.length), work.keys = static_cast<int>(work.sequence.k.length);
+  if (work.first_row >= work.rows) return false;
   work.batch_q = static_cast<int>(work.sequence.q.batch), work.batch_k = static_cast<int>(work.sequence.k.batch);
   work.first_q = static_cast<int>(work.sequence.q.first()) + work.first_row;
   work.first_k = static_cast<int>(work.sequence.k.first());
@@ -54,8 +67,6 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
   ptx::forget_memory();
   if constexpr (F::kDropout)
     if (p.dropout.given()) work.dropout = dropout_stream(p.dropout.seed, work.sequence.index, work.head);
-  ptx::forget_memory();
-  work.visibility = make_visibility(p.window, work.rows, work.keys);
   ptx::forget_memory();
   const Range rows{work.first_row, min(work.rows, work.first_row + F::kRows)};
   {
@@ -95,11 +106,13 @@ template <class F>
 __device__ __forceinline__ void schedule(const FwdParams& p, const FwdLaunch& launch, uint32_t* counter,
                                          Messages<F>& messages) {
   Ring<2> slot;
+  const bool are_alike = !has_lengths(p.rows_q) && !has_lengths(p.rows_k);
   // A tile is taken when its description has a place, not before: who holds tiles that others could have begun with makes
   // them wait in the end (two tiles ahead cost 4 % under a causal mask).
-  for (uint32_t index = blockIdx.x;; index = next_tile(counter)) {
+  for (uint32_t index = blockIdx.x, tiles = 0;; index = next_tile(counter), ++tiles) {
     TileWork& work = messages.tile[slot.stage];
-    while (index < launch.blocks && !describe<F>(work, p, launch, index)) index = next_tile(counter);
+    while (index < launch.blocks && !describe<F>(work, p, launch, index, are_alike && tiles >= 2))
+      index = next_tile(counter);
     if (index >= launch.blocks) work.state = TileWork::kEnd;
     ptx::mbarrier_arrive(messages.address(messages.tile_full[slot.stage]));
     if (index >= launch.blocks) break;
@@ -149,15 +162,16 @@ struct Loader {
   __device__ __forceinline__ void load_k(const TileWork& work, int n, int next) {
     ptx::mbarrier_wait(messages.address(messages.k_empty[k.stage]), k.parity ^ 1);
     const bool has_hidden = n < work.full_begin || n >= work.full_end;
-    if (elected)
-      messages.block[k.stage] = n | (has_hidden ? kHasHidden : 0) | (next < work.begin ? kIsLast : 0);
-    load_keys(Buffers<F>::kK + k.stage * F::kBytesKV, messages.address(messages.k_full[k.stage]), work, n, maps.k, maps.k_eight, maps.k_one);
+    if (elected) messages.block[k.stage] = n | (has_hidden ? kHasHidden : 0) | (next < work.begin ? kIsLast : 0);
+    load_keys(Buffers<F>::kK + k.stage * F::kBytesKV, messages.address(messages.k_full[k.stage]), work, n, maps.k,
+              maps.k_eight, maps.k_one);
     k.advance();
   }
 
   __device__ __forceinline__ void load_v(const TileWork& work, int n) {
     ptx::mbarrier_wait(messages.address(messages.v_empty[v.stage]), v.parity ^ 1);
-    load_keys(Buffers<F>::kV + v.stage * F::kBytesKV, messages.address(messages.v_full[v.stage]), work, n, maps.v, maps.v_eight, maps.v_one);
+    load_keys(Buffers<F>::kV + v.stage * F::kBytesKV, messages.address(messages.v_full[v.stage]), work, n, maps.v,
+              maps.v_eight, maps.v_one);
     v.advance();
   }
 
@@ -172,8 +186,8 @@ struct Loader {
       for (int i = 0; i < F::kWarpgroups; ++i)
 #pragma unroll
         for (int panel = 0; panel < F::kPanels; ++panel)
-          ptx::tma_load(Buffers<F>::kQ + q.stage * F::kBytesQ + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ, &maps.q,
-                        barrier, panel * kPanelColumns, row + 64 * i, head, batch);
+          ptx::tma_load(Buffers<F>::kQ + q.stage * F::kBytesQ + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ,
+                        &maps.q, barrier, panel * kPanelColumns, row + 64 * i, head, batch);
     }
     q.advance();
   }

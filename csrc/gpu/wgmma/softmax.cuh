@@ -25,7 +25,7 @@ struct LazySoftmax : OnlineSoftmax<1> {
 
   __device__ __forceinline__ void refer_to(int half, float new_reference, float to_log2) {
     reference[0][half] = new_reference;
-    subtracted[half] = new_reference == -INFINITY       ? kLowest
+    subtracted[half] = new_reference == -INFINITY        ? kLowest
                        : is_huge(new_reference, to_log2) ? -INFINITY
                                                          : folded(0, half, to_log2);
   }

@@ -40,7 +40,7 @@ constexpr Tiles fwd_tiles(KernelKey key) {
   if (key.head_dim <= 96) return {{is_modified ? kFlat : kSquare}};
   if (key.head_dim <= 128) {
     if (key.variant == Variant::plain) return {{{3, 80, 2, 3, 8192, 16384}, kSquare}};
-    return {{{3, 64, 2, 3, 8192, 16384}, is_modified ? kFlat : kSquare}};
+    return {{{3, 64, 2, 3}, is_modified ? kFlat : kSquare}};
   }
   if (key.head_dim <= 192 && key.variant == Variant::plain) return {{{2, 96, 1, 2}, {2, 64, 1, 2}}};
   return {{{2, 64, 1, 2}}};

@@ -19,7 +19,7 @@ struct Fwd {
   static constexpr int kHeadDim = kKey.head_dim;
   static constexpr int kWarpgroups = kTile.warpgroups, kConsumers = 128 * kWarpgroups, kThreads = kTile.threads();
   static constexpr int kRows = kTile.rows(), kKeys = kTile.keys;
-  static constexpr int kN = kKeys / 8, kO = kHeadDim / 8;             // n8 tiles of S and of O
+  static constexpr int kN = kKeys / 8, kO = kHeadDim / 8;                 // n8 tiles of S and of O
   static constexpr int kDepth = kHeadDim / 16, kValueDepth = kKeys / 16;  // k16 steps of QKᵀ and of P V
   static constexpr int kPanels = Tile::columns(kHeadDim) / kPanelColumns;
   static constexpr int kPanelBytesQ = 64 * 128, kPanelBytesKV = kKeys * 128;
@@ -48,7 +48,7 @@ struct Ring {
 // What the scheduler has found out about a tile of rows.
 struct TileWork {
   enum State : int { kBlocks, kNoBlocks, kImpossible, kEnd };
-  State state;       // keys are visited; rows see nothing; their lengths cannot be; there is no tile any more
+  State state;  // keys are visited; rows see nothing; their lengths cannot be; there is no tile any more
   int batch, head, head_k;
   int first_row, rows, keys;  // of the tile; of the sequence
   Sequence sequence;
