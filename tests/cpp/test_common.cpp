@@ -12,18 +12,9 @@
 #include "common/sequence.h"
 #include "common/statistics.h"
 #include "common/visibility.h"
+#include "expect.h"
 
 using namespace flash;
-
-static long checks = 0;
-#define EXPECT(condition)                                                   \
-  do {                                                                      \
-    ++checks;                                                               \
-    if (!(condition)) {                                                     \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                         \
-    }                                                                       \
-  } while (0)
 
 // ---- Visibility: every row/key pair against the sentence in the documentation ----
 

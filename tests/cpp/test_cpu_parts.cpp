@@ -12,19 +12,10 @@
 #include "cpu/micro_kernels.h"
 #include "cpu/schedule.h"
 #include "cpu/tile.h"
+#include "expect.h"
 
 using namespace flash;
 using namespace flash::cpu;
-
-static long checks = 0;
-#define EXPECT(condition)                                                   \
-  do {                                                                      \
-    ++checks;                                                               \
-    if (!(condition)) {                                                     \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                         \
-    }                                                                       \
-  } while (0)
 
 // Value of the bits of a binary16 or bfloat16 number, by the definition of the format.
 static double value(uint16_t bits, int exponent_bits) {

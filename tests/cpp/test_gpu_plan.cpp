@@ -6,19 +6,10 @@
 #include <tuple>
 #include <vector>
 
+#include "expect.h"
 #include "gpu/plan.h"
 
 using namespace flash;
-
-static long checks = 0;
-#define EXPECT(condition)                                                   \
-  do {                                                                      \
-    ++checks;                                                               \
-    if (!(condition)) {                                                     \
-      std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                         \
-    }                                                                       \
-  } while (0)
 
 static constexpr int kDims[] = {32, 64, 96, 128, 192, 256};
 static constexpr Variant kVariants[] = {Variant::plain, Variant::dropout, Variant::modified, Variant::biased};
