@@ -6,11 +6,14 @@ bursts of some milliseconds in random order with idle gaps, CUDA events, medians
 bf16, 16k tokens in all, heads · dim = 2048. FLOPs are counted as 4 · batch · heads · seqlen² · dim, half for causal,
 for everyone. FlashAttention-3 is a module `fa3` with `fwd(q, k, v, causal=)` on the path. Then what options cost, ours
 alone.
+
+--tiles: every tile of csrc/gpu/wgmma/tiles.h for plain calls, after a look at its values. Nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import random
@@ -69,6 +72,47 @@ def measure(
 
 
 LENGTHS = (512, 1024, 2048, 4096)
+MOST_TILES = 4
+
+
+def tile_rows(rounds: int) -> list[list[object]]:
+    """TFLOP/s of each tile; those with wrong values are named instead."""
+    rows: list[list[object]] = []
+    choose = torch.ops.flash_attn.gpu_choose_fwd_tile
+
+    def with_tile(tile: int, call: Call) -> Call:
+        def chosen() -> object:
+            choose(tile)
+            return call()
+
+        return chosen
+
+    for dim in (64, 96, 128, 192):
+        for causal in (False, True):
+            for seqlen in (512, 1024, 4096, 16384):
+                batch, heads = TOKENS // seqlen, WIDTH // dim
+                q, k, v = inputs(batch, seqlen, heads, dim)
+                flops = 4 * batch * heads * seqlen**2 * dim / (2 if causal else 1)
+                ours = functools.partial(flash_attn_func, q, k, v, causal=causal, backend="wgmma")
+                want = flash_attn_func(q, k, v, causal=causal, backend="mma_sync").float()
+                row: list[object] = [dim, "yes" if causal else "no", seqlen]
+                calls: dict[str, Call] = {}
+                for tile in range(MOST_TILES):
+                    try:
+                        choose(tile)
+                        error = float((ours().float() - want).norm() / want.norm())
+                    except RuntimeError:
+                        continue
+                    if error < 0.01:
+                        calls[str(tile)] = with_tile(tile, ours)
+                    else:
+                        row.append(f"tile {tile} is off by {error:.2g}")
+                times = compare(calls, flops / 600e12, rounds)
+                row += [f"{flops / t / 1e12:.0f} ({tile})" for tile, t in times.items()]
+                rows.append(row)
+                print(*row, flush=True)
+    choose(-1)
+    return rows
 
 
 def option_rows(rounds: int) -> list[list[object]]:
@@ -135,12 +179,17 @@ def option_rows(rounds: int) -> list[list[object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
+    parser.add_argument("--tiles", action="store_true", help="every tile, at four lengths")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--out", type=Path, default=RESULTS / "hopper_forward.md")
     given = parser.parse_args()
     torch.manual_seed(0)
     random.seed(0)
+    if given.tiles:
+        with torch.no_grad():
+            tile_rows(given.rounds)
+        return
     others = peers()
     rows, results, ratios = [], {}, []
     with torch.no_grad():

@@ -189,9 +189,18 @@ int64_t gpu_limit_card(int64_t capability, int64_t block_shared) {
   return capability;
 }
 
-int64_t gpu_choose_bwd_tile(int64_t tile) {
+int64_t checked_tile(int64_t tile) {
   FLASH_CHECK(tile >= -1 && tile < 1000, "tile must be in [-1, 1000), is ", tile);
-  gpu::choose_bwd_tile_by_hand(static_cast<int>(tile));
+  return tile;
+}
+
+int64_t gpu_choose_fwd_tile(int64_t tile) {
+  gpu::choose_fwd_tile_by_hand(static_cast<int>(checked_tile(tile)));
+  return tile;
+}
+
+int64_t gpu_choose_bwd_tile(int64_t tile) {
+  gpu::choose_bwd_tile_by_hand(static_cast<int>(checked_tile(tile)));
   return tile;
 }
 
@@ -201,6 +210,7 @@ int64_t gpu_choose_bwd_tile(int64_t tile) {
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CompositeExplicitAutograd, m) {
   m.impl("gpu_plan", TORCH_BOX(&flash::gpu_plan));
   m.impl("gpu_limit_card", TORCH_BOX(&flash::gpu_limit_card));
+  m.impl("gpu_choose_fwd_tile", TORCH_BOX(&flash::gpu_choose_fwd_tile));
   m.impl("gpu_choose_bwd_tile", TORCH_BOX(&flash::gpu_choose_bwd_tile));
 }
 

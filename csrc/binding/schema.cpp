@@ -43,7 +43,8 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   m.def("gpu_is_reachable(Tensor q, Tensor k, Tensor v) -> bool");
   // For tests: as if GPUs had no more than this capability (10 · major + minor) and shared memory; 0 = no limit.
   m.def("gpu_limit_card(int capability, int block_shared) -> int");
-  // For benchmarks: backward takes this tile of those that its kernel has (csrc/gpu/mma_sync/tiles.h), and refuses if there
-  // is none; -1 = the first that fits the card.
+  // For benchmarks: forward (csrc/gpu/wgmma/tiles.h) or backward (csrc/gpu/mma_sync/tiles.h) takes this tile of those that
+  // its kernel has, and refuses if there is none; -1 = the first that fits the card.
+  m.def("gpu_choose_fwd_tile(int tile) -> int");
   m.def("gpu_choose_bwd_tile(int tile) -> int");
 }

@@ -48,7 +48,7 @@ constexpr BwdFunction kBwdFunctions[] = {
 #undef BWD
     nullptr};
 
-std::atomic<int> capability_limit = 0, shared_limit = 0, bwd_tile_by_hand = -1;
+std::atomic<int> capability_limit = 0, shared_limit = 0, fwd_tile_by_hand = -1, bwd_tile_by_hand = -1;
 
 int attribute(cudaDeviceAttr what, int device) {
   int value = 0;
@@ -125,6 +125,10 @@ std::string no_fwd_kernel(const Request& request, int device, const Card& card) 
   return no_kernel("wgmma ", request, device, card);
 }
 
+std::string no_tile(int tile, const char* what) {
+  return "no tile " + std::to_string(tile) + " of the chosen " + what + "kernel fits the card and the call";
+}
+
 constexpr const char* kTooMany = "more rows or heads than one launch can cover";
 
 std::string describe_error(int error) {
@@ -159,9 +163,15 @@ Plan plan(const Request& request, int device) {
 
 std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream,
                     Family family, const Allocate& allocate) {
-  const Plan found = plan(request_of(params, variant_of(params), max_rows_k, family), device);
+  const Request request = request_of(params, variant_of(params), max_rows_k, family);
+  Plan found = plan(request, device);
   if (!found.choice) return found.reason;
   const Card card = card_of(device);
+  if (const int tile = fwd_tile_by_hand; tile >= 0) {
+    if (family_of(found.choice->key) != Family::wgmma || !wgmma_tile_fits(found.choice->key, tile, card, request))
+      return no_tile(tile, "");
+    found.choice->tile = tile;
+  }
   auto launch = make_launch(params, *found.choice, max_rows_q, max_rows_k, card.l2_bytes);
   if (!launch) return kTooMany;
   if (launch->blocks == 0) return "";
@@ -183,11 +193,7 @@ BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_r
             {},
             {}};
   if (const int tile = bwd_tile_by_hand; tile >= 0) {
-    if (!bwd_tile_fits(choice->key, tile, card, request))
-      return {choice,
-              "no tile " + std::to_string(tile) + " of the chosen backward kernel fits the card and the call",
-              {},
-              {}};
+    if (!bwd_tile_fits(choice->key, tile, card, request)) return {choice, no_tile(tile, "backward "), {}, {}};
     choice->tile = tile;
   }
   auto launch = make_bwd_launch(params, *choice, max_rows_q, max_rows_k, card.l2_bytes, takes_turns);
@@ -199,6 +205,8 @@ BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_r
 std::string backward(const BwdParams& params, const BwdPlan& plan, void* stream) {
   return describe_error(function_of(plan.choice->key, kBwdKeys, kBwdFunctions)(params, plan.launch, stream));
 }
+
+void choose_fwd_tile_by_hand(int tile) { fwd_tile_by_hand = tile; }
 
 void choose_bwd_tile_by_hand(int tile) { bwd_tile_by_hand = tile; }
 

@@ -40,7 +40,8 @@ BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_r
 // wrong, or nothing.
 std::string backward(const BwdParams& params, const BwdPlan& plan, void* stream);
 
-// For benchmarks: backward takes this tile of each kernel's, or the first that fits (-1).
+// For benchmarks: forward (of wgmma) or backward takes this tile of each kernel's, or the first that fits (-1).
+void choose_fwd_tile_by_hand(int tile);
 void choose_bwd_tile_by_hand(int tile);
 
 // For tests: as if the card had no more than this capability and shared memory. 0: no limit.

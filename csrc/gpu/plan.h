@@ -99,14 +99,20 @@ inline const char* refusal_of_wgmma(const Request& request, const Card& card) {
   return nullptr;
 }
 
-// The first tile that fits.
+// Whether a tile is there, fits the card, and can serve the request's block mask.
+inline bool wgmma_tile_fits(KernelKey key, int tile, const Card& card, const Request& request) {
+  const wgmma::Tiles tiles = wgmma::fwd_tiles(key);
+  if (tile >= static_cast<int>(tiles.size()) || tiles[tile].warpgroups == 0) return false;
+  return tiles[tile].shared_bytes(key.head_dim) <= card.block_shared &&
+         request.in_one_block(tiles[tile].rows(), tiles[tile].keys);
+}
+
+// The first that does, and suits the length.
 inline std::optional<int> choose_wgmma_tile(KernelKey key, const Card& card, const Request& request) {
   const wgmma::Tiles tiles = wgmma::fwd_tiles(key);
-  for (int i = 0; i < static_cast<int>(tiles.size()) && tiles[i].warpgroups > 0; ++i) {
+  for (int i = 0; i < static_cast<int>(tiles.size()); ++i) {
     const int64_t from_keys = request.has_window ? tiles[i].from_keys_of_windows : tiles[i].from_keys;
-    if (tiles[i].shared_bytes(key.head_dim) <= card.block_shared && request.keys >= from_keys &&
-        request.in_one_block(tiles[i].rows(), tiles[i].keys))
-      return i;
+    if (request.keys >= from_keys && wgmma_tile_fits(key, i, card, request)) return i;
   }
   return std::nullopt;
 }

@@ -328,8 +328,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 // Zero whenever no launch is running.
 static __device__ uint32_t stream_counters[2 * kMostStreams];
 
-// This kernel's counters of a stream: launches of one stream run one after the other. nullptr: there are too many streams.
-inline uint32_t* counters_of(cudaStream_t stream, int device) {
+// This unit's counters of a stream: launches of one stream run one after the other. nullptr: there are too many streams.
+static uint32_t* counters_of(cudaStream_t stream, int device) {
   static std::mutex mutex;
   static std::unordered_map<unsigned long long, int> places;  // by the stream's number, which no other will ever have
   unsigned long long number = 0;
@@ -351,14 +351,23 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* given_st
   static std::atomic<uint64_t> allowed{0};
   if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
     return error;
+  if (!launch.vectorised_out) return cudaErrorInvalidValue;  // as V is, O is
   TensorMaps maps;
   if (!make_tensor_maps(maps, params, F::kKeys)) return cudaErrorInvalidValue;
   uint32_t* counter = launch.counter != nullptr ? launch.counter : counters_of(stream, launch.device);
-  if (counter == nullptr) return cudaErrorInvalidResourceHandle;
+  const bool is_borrowed = counter == nullptr;
+  if (is_borrowed) {
+    void* memory = nullptr;
+    if (const cudaError_t error = cudaMallocAsync(&memory, 8, stream); error != cudaSuccess) return error;
+    cudaMemsetAsync(memory, 0, 8, stream);
+    counter = static_cast<uint32_t*>(memory);
+  }
   make_block_tiles<false>(params, launch.tiles, F::kRows, F::kKeys, stream);
   const uint32_t ctas = launch.blocks < static_cast<uint32_t>(launch.sm_count) ? launch.blocks : launch.sm_count;
   kernel<<<ctas, F::kThreads, kSharedBytes, stream>>>(params, launch, maps, counter);
-  return cudaGetLastError();
+  const cudaError_t error = cudaGetLastError();
+  if (is_borrowed) cudaFreeAsync(counter, stream);
+  return error;
 }
 
 template <KernelKey kKey, int kTile = 0>

@@ -27,22 +27,26 @@ struct Tile {
   }
 };
 
-// In order of preference: the first that suits the card and the call is used. Unused places have no warpgroups.
+// In order of preference: the first that suits the card and the call is used. Behind those, others that a benchmark may
+// choose. Unused places have no warpgroups.
 using Tiles = std::array<Tile, 4>;
 
 constexpr Tiles fwd_tiles(KernelKey key) {
-  constexpr Tile kSquare{2, 128, 2, 2}, kFlat{2, 64, 2, 2};  // also those for block masks
-  const bool is_modified = key.variant >= Variant::modified;
+  constexpr Tile kSquare{2, 128, 2, 2}, kFlat{2, 64, 2, 3};  // also those for block masks
+  const bool is_modified = key.variant >= Variant::modified, is_plain = key.variant == Variant::plain;
   if (key.head_dim <= 64) {
-    if (key.variant == Variant::plain) return {{{3, 128, 2, 3, 8192, 8192, true}, {4, 64, 2, 3}, {2, 128, 2, 3}}};
+    if (is_plain) return {{{3, 128, 2, 3, 8192, 8192, true}, {4, 64, 2, 3}, {2, 128, 2, 3}, {3, 64, 2, 3}}};
     return {{{4, 64, 2, 3}, is_modified ? kFlat : kSquare}};
   }
-  if (key.head_dim <= 96) return {{is_modified ? kFlat : kSquare}};
+  if (key.head_dim <= 96) {
+    if (is_plain) return {{kSquare, {3, 96, 2, 2}, {3, 80, 2, 3}}};
+    return {{is_modified ? kFlat : kSquare}};
+  }
   if (key.head_dim <= 128) {
-    if (key.variant == Variant::plain) return {{{3, 80, 2, 3, 8192, 16384}, kSquare}};
+    if (is_plain) return {{{3, 80, 2, 3, 8192, 16384}, kSquare, kFlat, {3, 64, 2, 3}}};
     return {{{3, 64, 2, 3}, is_modified ? kFlat : kSquare}};
   }
-  if (key.head_dim <= 192 && key.variant == Variant::plain) return {{{2, 96, 1, 2}, {2, 64, 1, 2}}};
+  if (key.head_dim <= 192 && is_plain) return {{{2, 96, 1, 2}, {2, 64, 1, 2}}};
   return {{{2, 64, 1, 2}}};
 }
 
