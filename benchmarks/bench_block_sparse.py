@@ -10,6 +10,7 @@ bytes by the model of `BlockMask.io_ratio`, and time over that of N log N growth
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,23 @@ def timed(calls: dict[str, Callable[[], object]], given: argparse.Namespace) -> 
     return compare(calls, burst(longest, 1), given.rounds)
 
 
+def flex_call(heads_first: list[Tensor], mask: BlockMask) -> Callable[[], Tensor]:
+    """torch's compiled FlexAttention, with its own choice of stages or, where that takes more shared memory than there
+    is, with two."""
+    compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
+    of_torch = mask.to_flex()
+    for options in ({}, {"num_stages": 2}):
+        call = functools.partial(compiled, *heads_first, block_mask=of_torch, kernel_options=options)
+        try:
+            out = call()
+            if out.requires_grad:
+                torch.autograd.grad(out, heads_first, torch.ones_like(out))
+            return call
+        except Exception as error:  # the compiler's own, of which there are several
+            print(f"FlexAttention with {options or 'its own options'}: {str(error).splitlines()[0][:200]}", flush=True)
+    return call
+
+
 def contenders(
     inputs: list[Tensor], masks: dict[str, BlockMask | None], flex: bool
 ) -> tuple[dict[str, Callable], dict[str, Callable]]:
@@ -52,14 +70,9 @@ def contenders(
     for name, mask in masks.items():
         forward[f"ours {name}"] = lambda mask=mask: flash_attn_func(*inputs, block_mask=mask)
         if flex and mask is not None:
-            compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
-            options = {} if device == "cpu" or inputs[0].shape[-1] <= 64 else {"num_stages": 2}
-            of_torch = mask.to_flex()
             # On the CPU it takes no inputs that require gradients.
-            heads_first = [(x.detach() if x.device.type == "cpu" else x).transpose(1, 2) for x in inputs]
-            forward[f"flex {name}"] = lambda c=compiled, x=heads_first, m=of_torch, o=options: c(
-                *x, block_mask=m, kernel_options=o
-            )
+            heads_first = [(x.detach() if device == "cpu" else x).transpose(1, 2) for x in inputs]
+            forward[f"flex {name}"] = flex_call(heads_first, mask)
     backward = {
         name: backward_of(call(), *inputs) for name, call in forward.items() if device != "cpu" or "ours" in name
     }

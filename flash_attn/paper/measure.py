@@ -20,8 +20,11 @@ MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_
 
 def seconds(call: Call, device: torch.device, budget: float, most: int = 100) -> float:
     """Median seconds of a call: as many as fit in `budget` seconds, one at least, after one that warms up. Where that
-    one takes longer than both `budget` and a second, it is what is returned."""
+    one takes longer than both `budget` and a second, it is what is returned; on a GPU the one after, because the first
+    of a process loads the kernels."""
     warm_up = _one(call, device)
+    if device.type == "cuda" and warm_up > max(budget, 1.0):
+        warm_up = _one(call, device)
     if warm_up > max(budget, 1.0):
         return warm_up
     times: list[float] = []

@@ -146,6 +146,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       read_block();
       const int end = work.seen_end + 64 * self.warpgroup + 63;
       if ((block & (kHasHidden | kIsLast)) != kHasHidden || (block & kBlockNumber) * F::kKeys < end) return passed;
+      __syncwarp();  // everybody has read what the loader says of it
       release_k();
       ++passed;
     }
