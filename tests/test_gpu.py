@@ -1,4 +1,4 @@
-"""What GPU kernels alone can get wrong: cards, streams, graphs, far strides, lengths that nobody checks, two GPUs.
+"""What GPU kernels alone can get wrong: cards, tiles, far strides, lengths that nobody checks.
 
 Values of every option are in the other files, whose cases run here too (`cases.KERNELS`).
 """
@@ -10,10 +10,10 @@ import math
 from dataclasses import replace
 
 import cases
-import oracle
 import pytest
 import torch
 from cases import Case
+from gpu_calls import BF16, FAMILIES, HALF, close, qkv
 from test_forward import CASES as FORWARD_CASES
 
 import flash_attn
@@ -23,8 +23,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not cases.KERNELS, reason="needs a GPU and its kernels"),
 ]
-BF16, HALF = torch.bfloat16, torch.float16
-FAMILIES = [target.backend for target in cases.KERNELS]
 
 
 @pytest.fixture
@@ -38,17 +36,6 @@ def limited_card():
 
     yield limit
     limit()
-
-
-def qkv(*, batch=2, seqlen_q=129, seqlen_k=129, heads=4, heads_k=2, dim=64, dtype=BF16, device="cuda"):
-    shapes = ((seqlen_q, heads, dim), (seqlen_k, heads_k, dim), (seqlen_k, heads_k, dim))
-    return [torch.randn(batch, *s, dtype=dtype, device=device) for s in shapes]
-
-
-def close(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> None:
-    want = oracle.attention(*(x.cpu() for x in (q, k, v)), options=oracle.Options(**options))[0]
-    naive = oracle.naive_attention(*(x.cpu() for x in (q, k, v)), options=oracle.Options(**options))[0]
-    oracle.assert_no_worse_than_naive(out.cpu(), want, naive)
 
 
 def check_segments(lengths_q: list[int], lengths_k: list[int], *, heads, heads_k, dim, **options) -> None:
@@ -246,6 +233,29 @@ def test_why_wgmma_refuses(limited_card):
     assert flash_attn.explain(q, k, v).backend == "mma_sync"
 
 
+@pytest.mark.skipif("wgmma" not in FAMILIES, reason="needs a Hopper card")
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("dim", (64, 96, 128, 192, 256))
+def test_every_tile_of_wgmma(dim, causal):
+    """Those that are for other lengths, or for benchmarks alone, too."""
+    q, k, v = qkv(batch=1, seqlen_q=700, seqlen_k=1300, dim=dim)
+    want = flash_attn_func(q, k, v, causal=causal, backend="mma_sync").float()
+    tested = 0
+    try:
+        for tile in range(4):
+            torch.ops.flash_attn.gpu_choose_fwd_tile(tile)
+            try:
+                found = flash_attn_func(q, k, v, causal=causal, backend="wgmma")
+            except RuntimeError as error:
+                assert "no tile" in str(error)
+                continue
+            tested += 1
+            assert (found.float() - want).norm() < 0.005 * want.norm()
+    finally:
+        torch.ops.flash_attn.gpu_choose_fwd_tile(-1)
+    assert tested > 0
+
+
 # ---- Shapes and strides ---------------------------------------------------------------------------------------------
 
 
@@ -321,24 +331,6 @@ def test_long_sequences_with_a_window(backend):
     close(out, q, k[:, -300:], v[:, -300:], window=(100, 0))
 
 
-@pytest.mark.parametrize("backend", FAMILIES)
-@pytest.mark.parametrize("dtype", (HALF, BF16))
-@pytest.mark.parametrize("order", ("rising", "falling", "spike"))
-def test_reference_follows_the_scores(backend, order, dtype):
-    """Scores that grow far beyond the first block's maximum, block after block: P must not overflow."""
-    q, k, v = qkv(batch=1, seqlen_q=70, seqlen_k=1000, heads=1, heads_k=1, dtype=dtype)
-    q[..., 0], k[..., 0] = 8, torch.linspace(-60, 60, 1000, device="cuda", dtype=dtype)[None, :, None]
-    if order == "falling":
-        k = k.flip(1)
-    if order == "spike":
-        k[..., 0] = 0
-        k[0, 123, 0, 0] = 100
-    out, lse = flash_attn_func(q, k, v, return_lse=True, backend=backend)
-    close(out, q, k, v)
-    want = oracle.attention(*(x.cpu() for x in (q, k, v)))[1]
-    torch.testing.assert_close(lse.cpu().double(), want, rtol=1e-5, atol=1e-4)
-
-
 # ---- Lengths that nobody has checked --------------------------------------------------------------------------------
 
 
@@ -363,106 +355,6 @@ def test_impossible_lengths_give_nan(backend):
         out, lse = flash_attn_func(q, q, q, return_lse=True, backend=backend, **lengths)
         assert out[1].isnan().all() and lse[1].isnan().all()
         assert torch.equal(out[0], want[0]) and torch.equal(out[2], want[2])
-
-
-# ---- Streams, graphs, devices ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_two_streams(backend):
-    """Each call runs on its caller's stream, behind what that stream still has to do."""
-    inputs = [qkv(seqlen_q=512, seqlen_k=512) for _ in range(2)]
-    want = [flash_attn_func(*x, causal=True, backend=backend) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in range(2)]
-    for _ in range(25):
-        torch.cuda.synchronize()
-        got = []
-        for stream, tensors in zip(streams, inputs, strict=True):
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(200_000)
-                late = [torch.empty_like(x).copy_(x) for x in tensors]
-                got.append(flash_attn_func(*late, causal=True, backend=backend))
-        torch.cuda.synchronize()
-        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_graph_with_dropout_draws_anew(backend):
-    """T82: captured once, replayed: a new mask each time; manual_seed reproduces it."""
-    q, k, v = qkv(seqlen_q=256, seqlen_k=256)
-    flash_attn_func(q, k, v, dropout_p=0.3, backend=backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attn_func(q, k, v, dropout_p=0.3, backend=backend)
-    results = []
-    for seed in (1, None, 1):
-        if seed is not None:
-            torch.cuda.manual_seed(seed)
-        graph.replay()
-        results.append(out.clone())
-    first, other, again = results
-    assert not torch.equal(first, other)
-    differing = (first != again).sum((1, 3))  # of each sequence and head
-    assert torch.equal(first, again), (
-        f"differing: {differing.tolist()}, NaN: {int(first.isnan().sum())}, {int(again.isnan().sum())}"
-    )
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_graph_of_packed_dropout(backend):
-    """T82, packed: replays draw anew."""
-    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
-    q = torch.randn(90, 2, 64, dtype=HALF, device="cuda")
-    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend=backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend=backend)
-    seen = []
-    for _ in range(2):
-        graph.replay()
-        seen.append(out.clone())
-    assert not torch.equal(*seen) and seen[0].isfinite().all()
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_graph_with_other_lengths(backend):
-    """T124: lengths are read when the graph runs."""
-    q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
-    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
-    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend)
-    cu.copy_(torch.tensor([0, 0, 77, 80]))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(out, flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend))
-    assert (out[80:] == 0).all()
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-def test_nothing_waits_for_the_device(backend):
-    """A call returns while the stream is still busy, varlen and with dropout too."""
-    q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
-    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
-    options = dict(dropout_p=0.1, causal=True, backend=backend)
-    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, **options)
-    torch.cuda.synchronize()
-    done = torch.cuda.Event()
-    torch.cuda._sleep(2_000_000_000)
-    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, **options)
-    done.record()
-    assert not done.query()
-
-
-@pytest.mark.parametrize("backend", FAMILIES)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_other_device(backend):
-    q, k, v = qkv(device="cuda:1")
-    with torch.cuda.device(0):
-        out = flash_attn_func(q, k, v, causal=True, backend=backend)
-        assert torch.cuda.current_device() == 0 and out.device == q.device
-    close(out, q, k, v, causal=True)
 
 
 # ---- Dropout --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,112 @@
+"""GPU kernels on streams, in graphs and on the second of two devices."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from gpu_calls import BF16, FAMILIES, HALF, close, qkv
+
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not cases.KERNELS, reason="needs a GPU and its kernels"),
+]
+
+
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_two_streams(backend):
+    """Each call runs on its caller's stream, behind what that stream still has to do."""
+    inputs = [qkv(seqlen_q=512, seqlen_k=512) for _ in range(2)]
+    want = [flash_attn_func(*x, causal=True, backend=backend) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(25):
+        torch.cuda.synchronize()
+        got = []
+        for stream, tensors in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(200_000)
+                late = [torch.empty_like(x).copy_(x) for x in tensors]
+                got.append(flash_attn_func(*late, causal=True, backend=backend))
+        torch.cuda.synchronize()
+        assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_graph_with_dropout_draws_anew(backend):
+    """T82: captured once, replayed: a new mask each time; manual_seed reproduces it."""
+    q, k, v = qkv(seqlen_q=256, seqlen_k=256)
+    flash_attn_func(q, k, v, dropout_p=0.3, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_func(q, k, v, dropout_p=0.3, backend=backend)
+    results = []
+    for seed in (1, None, 1):
+        if seed is not None:
+            torch.cuda.manual_seed(seed)
+        graph.replay()
+        results.append(out.clone())
+    first, other, again = results
+    assert not torch.equal(first, other)
+    differing = (first != again).sum((1, 3))  # of each sequence and head
+    assert torch.equal(first, again), (
+        f"differing: {differing.tolist()}, NaN: {int(first.isnan().sum())}, {int(again.isnan().sum())}"
+    )
+
+
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_graph_of_packed_dropout(backend):
+    """T82, packed: replays draw anew."""
+    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
+    q = torch.randn(90, 2, 64, dtype=HALF, device="cuda")
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, dropout_p=0.3, backend=backend)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(out.clone())
+    assert not torch.equal(*seen) and seen[0].isfinite().all()
+
+
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_graph_with_other_lengths(backend):
+    """T124: lengths are read when the graph runs."""
+    q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
+    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend)
+    cu.copy_(torch.tensor([0, 0, 77, 80]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend))
+    assert (out[80:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", FAMILIES)
+def test_nothing_waits_for_the_device(backend):
+    """A call returns while the stream is still busy, varlen and with dropout too."""
+    q = torch.randn(90, 2, 64, dtype=BF16, device="cuda")
+    cu = torch.tensor([0, 20, 40, 90], dtype=torch.int32, device="cuda")
+    options = dict(dropout_p=0.1, causal=True, backend=backend)
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, **options)
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)
+    flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, **options)
+    done.record()
+    assert not done.query()
+
+
+@pytest.mark.parametrize("backend", FAMILIES)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_other_device(backend):
+    q, k, v = qkv(device="cuda:1")
+    with torch.cuda.device(0):
+        out = flash_attn_func(q, k, v, causal=True, backend=backend)
+        assert torch.cuda.current_device() == 0 and out.device == q.device
+    close(out, q, k, v, causal=True)
