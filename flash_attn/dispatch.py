@@ -63,7 +63,12 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, problem: Probl
     serves = ("cpu", "meta") if backend == "cpu" else ("cuda",)
     if device not in serves:
         raise NotImplementedError(f'backend="{backend}" has no kernel for {device} tensors; {otherwise}')
-    if device == "cuda":
+    if device == "cuda" and is_compiling():
+        # The plan, an op without tensors, would become part of the graph. What it knows beyond the dtype the op itself
+        # says when the graph runs.
+        if q.dtype not in _ops.GPU_DTYPES:
+            raise NotImplementedError(f'backend="{backend}" has no kernel for {q.dtype} on GPUs; {otherwise}')
+    elif device == "cuda":
         plan = gpu_plan(asked, q, k, v, problem, bias, in_full=backend == "wgmma")
         if plan.reason:
             if backend == "wgmma" and not gpu_plan("mma_sync", q, k, v, problem, bias, in_full=False).reason:

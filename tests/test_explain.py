@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -183,6 +184,18 @@ def test_families_reach_the_op(hopper: list[tuple], monkeypatch: pytest.MonkeyPa
     assert hopper == [(0, False, True, 0), (0, False, True, 1), (333, False, True, 2)]
     with pytest.raises(NotImplementedError, match="no such thing"):
         flash_attn_func(q, k, v.narrow(2, 0, 1).expand_as(v), backend="wgmma")
+
+
+def test_compiled_calls_ask_for_no_plan(hopper: list[tuple]):
+    """Dynamo would make the plan, an op without tensors, part of the graph."""
+    tensors = qkv("cuda:0", torch.bfloat16)
+    for backend in ("auto", "mma_sync", "wgmma"):
+        compiled = torch.compile(functools.partial(flash_attn_func, backend=backend), fullgraph=True, backend="eager")
+        out = compiled(*tensors, causal=True, dropout_p=0.1)
+        assert out.shape == (2, 300, 4, 32) and out.device.type == "cuda"
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="NotImplementedError"):  # fp32
+            compiled(*(x.float() for x in tensors))
+    assert not hopper
 
 
 def wrong() -> dict[str, tuple[tuple, dict]]:

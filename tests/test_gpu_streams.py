@@ -1,4 +1,4 @@
-"""GPU kernels on streams, in graphs and on the second of two devices."""
+"""GPU kernels on streams, in graphs, compiled, and on the second of two devices."""
 
 from __future__ import annotations
 
@@ -85,6 +85,18 @@ def test_graph_with_other_lengths(backend):
     torch.cuda.synchronize()
     assert torch.equal(out, flash_attn_varlen_func(q, q, q, cu, cu, 90, 90, causal=True, backend=backend))
     assert (out[80:] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ("auto", *FAMILIES))
+def test_compiled(backend):
+    """One graph, the same numbers, forward and backward."""
+    tensors = [x.requires_grad_() for x in qkv()]
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    results = []
+    for call in (flash_attn_func, compiled):
+        out = call(*tensors, causal=True, deterministic=True, backend=backend)
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), tensors)))
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("backend", FAMILIES)
