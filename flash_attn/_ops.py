@@ -163,15 +163,15 @@ def is_reachable(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def variant_of(problem: Problem, bias: Tensor | None) -> str:
-    """What a call needs of its kernel: as `variant_of` in csrc/gpu/plan.h decides, up to unusual scales and
-    strides."""
+    """What a call needs of its kernel: as `variant_of` in csrc/gpu/plan.h decides, up to strides."""
     if bias is not None or problem.mask is not None:
         return "biased"
     if problem.block_kinds is not None:
         shifted = problem.leftpad_q is not None or problem.leftpad_k is not None
         if shifted or problem.block_patterns.shape[0] > 0:
             return "biased"
-    if problem.softcap > 0 or problem.alibi_slopes is not None:
+    plain_scale = 2.0**-60 < problem.softmax_scale < 2.0**60
+    if problem.softcap > 0 or problem.alibi_slopes is not None or not plain_scale:
         return "modified"
     return "dropout" if problem.drops else "plain"
 

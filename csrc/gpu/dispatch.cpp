@@ -133,6 +133,7 @@ constexpr const char* kTooMany = "more rows or heads than one launch can cover";
 
 std::string describe_error(int error) {
   if (error == cudaSuccess) return "";
+  cudaGetLastError();  // said here, it is not to be found by whoever launches next
   return std::string("the launch failed: ") + cudaGetErrorString(static_cast<cudaError_t>(error));
 }
 

@@ -9,6 +9,9 @@
 
 namespace flash {
 
+// Rows of a sequence: positions and their differences fit into 32 bits, whatever a tile adds to them.
+inline constexpr int64_t kMostRows = 1 << 28;
+
 // What the host decides about a launch beside the key.
 struct FwdLaunch {
   TileOrder order;           // of mma_sync

@@ -215,7 +215,7 @@ inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
   return static_cast<uint32_t>(std::clamp<uint64_t>(fitting, 4, 32));
 }
 
-inline constexpr int64_t kMostRows = 1 << 28, kMostBlocks = 0x7FFFFFFF;  // of a sequence; of a grid
+inline constexpr int64_t kMostBlocks = 0x7FFFFFFF;  // of a grid
 
 // What launches of both directions say of the call.
 template <class Launch>
@@ -249,8 +249,7 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
                                             int64_t l2_bytes) {
   const TileSize tile = fwd_tile_size(choice);
   const int64_t all_heads = p.batch * p.heads, m_blocks = divide_up(max_rows_q, tile.rows);
-  const bool packed = p.rows_k.cu_seqlens.given();
-  if (max_rows_q > kMostRows || (!packed && p.rows_k.rows > kMostRows) || all_heads > kMostBlocks ||
+  if (max_rows_q > kMostRows || std::min(max_rows_k, p.rows_k.rows) > kMostRows || all_heads > kMostBlocks ||
       all_heads * m_blocks > kMostBlocks ||
       (p.block_mask.given() && divide_up(max_rows_k, tile.keys) > BlockTiles::kMost))
     return std::nullopt;

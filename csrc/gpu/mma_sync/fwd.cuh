@@ -80,7 +80,7 @@ __device__ __forceinline__ bool start_tile(const FwdParams& p, const FwdLaunch& 
   const Sequence sequence = flash::sequence(p, tile.batch);
   if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
       !rows_are_possible(p.rows_k, sequence.k, tile.batch,
-                         launch.tiles.steps == nullptr ? -1 : int64_t{launch.tiles.other_tiles} * F::kKeys)) {
+                         launch.tiles.steps == nullptr ? kMostRows : int64_t{launch.tiles.other_tiles} * F::kKeys)) {
     if (tile.m_block == 0) store_nan(p, tile.batch, tile.head, static_cast<int>(threadIdx.x), F::kThreads);
     return false;
   }

@@ -16,11 +16,4 @@ __device__ __forceinline__ void tma_load(uint32_t shared, const void* tensor_map
       : "memory");
 }
 
-__device__ __forceinline__ void tma_prefetch_map(const void* tensor_map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
-}
-
-// What this thread did to shared memory comes before what the copy engine or wgmma do to it after a barrier.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 }  // namespace flash::ptx

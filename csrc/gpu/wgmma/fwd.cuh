@@ -336,11 +336,18 @@ static uint32_t* counters_of(cudaStream_t stream, int device) {
   unsigned long long number = 0;
   void* counters = nullptr;
   if (cudaStreamGetId(stream, &number) != cudaSuccess ||
-      cudaGetSymbolAddress(&counters, stream_counters) != cudaSuccess)
+      cudaGetSymbolAddress(&counters, stream_counters) != cudaSuccess) {
+    cudaGetLastError();  // or the launch would be blamed
     return nullptr;
+  }
   const std::lock_guard lock(mutex);
-  const auto found = places.try_emplace(number * 64 + device, static_cast<int>(places.size())).first;
-  return found->second < kMostStreams ? static_cast<uint32_t*>(counters) + 2 * found->second : nullptr;
+  const unsigned long long key = number * 64 + device;
+  auto found = places.find(key);
+  if (found == places.end()) {
+    if (places.size() >= kMostStreams) return nullptr;
+    found = places.emplace(key, static_cast<int>(places.size())).first;
+  }
+  return static_cast<uint32_t*>(counters) + 2 * found->second;
 }
 
 template <KernelKey kKey, int kTile>
@@ -360,7 +367,7 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* given_st
   if (is_borrowed) {
     void* memory = nullptr;
     if (const cudaError_t error = cudaMallocAsync(&memory, 8, stream); error != cudaSuccess) return error;
-    cudaMemsetAsync(memory, 0, 8, stream);
+    if (const cudaError_t error = cudaMemsetAsync(memory, 0, 8, stream); error != cudaSuccess) return error;
     counter = static_cast<uint32_t*>(memory);
   }
   make_block_tiles<false>(params, launch.tiles, F::kRows, F::kKeys, stream);

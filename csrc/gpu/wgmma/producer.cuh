@@ -10,7 +10,7 @@
 namespace flash::wgmma {
 
 // Tiles are dealt out one by one, in the order of LateTileOrder. The last CTA of a launch leaves the counters as it found them:
-// two for each stream that has launched this kernel outside of a graph.
+// two for each stream that has launched kernels of this unit outside of a graph.
 inline constexpr int kMostStreams = 512;
 
 __device__ __forceinline__ uint32_t next_tile(uint32_t* counter) { return gridDim.x + atomicAdd(counter, 1u); }
@@ -18,7 +18,6 @@ __device__ __forceinline__ uint32_t next_tile(uint32_t* counter) { return gridDi
 __device__ __forceinline__ void leave(uint32_t* counter) {
   if (atomicAdd(counter + 1, 1u) != gridDim.x - 1) return;
   counter[0] = counter[1] = 0;
-  __threadfence();
 }
 
 // The lengths of the tile's sequence, and what rows see by them. False: they cannot be.
@@ -30,7 +29,7 @@ __device__ __forceinline__ bool find_lengths(TileWork& work, const FwdParams& p,
   ptx::forget_memory();
   work.sequence.k = rows_of_sequence(p.rows_k, work.batch);
   ptx::forget_memory();
-  const int64_t most = launch.tiles.steps == nullptr ? -1 : int64_t{launch.tiles.other_tiles} * F::kKeys;
+  const int64_t most = launch.tiles.steps == nullptr ? kMostRows : int64_t{launch.tiles.other_tiles} * F::kKeys;
   possible = possible && rows_are_possible(p.rows_k, work.sequence.k, work.batch, most);
   ptx::forget_memory();
   work.rows = static_cast<int>(work.sequence.q.length), work.keys = static_cast<int>(work.sequence.k.length);
@@ -123,7 +122,8 @@ __device__ __forceinline__ void schedule(const FwdParams& p, const FwdLaunch& la
 }
 
 // The warp that asks for the copies, by one of its lanes: what all lanes know alike needs no registers of theirs. K comes a
-// block ahead of V, also from one tile to the next, in the order in which buffers become free.
+// block ahead of V, also from one tile to the next, in the order in which buffers become free; so V of a tile's last block
+// comes when the next tile is known.
 template <class F>
 struct Loader {
   const FwdParams& p;
@@ -152,7 +152,7 @@ struct Loader {
     } else {
 #pragma unroll 1
       for (int i = 0; i < F::kKeys;) {
-        const bool is_mixed = i / 8 == rows / 8;
+        const bool is_mixed = rows % 8 != 0 && i / 8 == rows / 8;
         load(is_mixed ? one : eight, i, i < rows ? row + i : static_cast<int>(p.rows_k.rows));
         i += is_mixed ? 1 : 8;
       }
@@ -165,6 +165,7 @@ struct Loader {
     if (elected) messages.block[k.stage] = n | (has_hidden ? kHasHidden : 0) | (next < work.begin ? kIsLast : 0);
     load_keys(Buffers<F>::kK + k.stage * F::kBytesKV, messages.address(messages.k_full[k.stage]), work, n, maps.k,
               maps.k_eight, maps.k_one);
+    __syncwarp();
     k.advance();
   }
 
@@ -172,6 +173,7 @@ struct Loader {
     ptx::mbarrier_wait(messages.address(messages.v_empty[v.stage]), v.parity ^ 1);
     load_keys(Buffers<F>::kV + v.stage * F::kBytesKV, messages.address(messages.v_full[v.stage]), work, n, maps.v,
               maps.v_eight, maps.v_one);
+    __syncwarp();
     v.advance();
   }
 

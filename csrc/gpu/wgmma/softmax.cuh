@@ -5,7 +5,8 @@
 // their sums follow, and P is made anew from S, which is still there. The other rows get the same P again: a row's bits do
 // not depend on its neighbours. A reference is always a score of the row, so that its sum is at least 1 and cannot underflow.
 // Rows whose reference is too large for S · c - R subtract -inf, which makes them ask for a repair in every block; rows that
-// have seen nothing subtract the lowest number, so that whatever is seen asks for one, and -inf alone does not.
+// have seen nothing subtract the lowest number, so that whatever is seen asks for one (down to logits of -2e38), and -inf
+// alone does not.
 #pragma once
 
 #include "gpu/tile/softmax.cuh"

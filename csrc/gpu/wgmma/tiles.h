@@ -27,8 +27,8 @@ struct Tile {
   }
 };
 
-// In order of preference: the first that suits the card and the call is used. Behind those, others that a benchmark may
-// choose. Unused places have no warpgroups.
+// In order of preference: the first that suits the card, the length and the block mask is used. The last ones serve some block
+// masks, and benchmarks. Unused places have no warpgroups.
 using Tiles = std::array<Tile, 4>;
 
 constexpr Tiles fwd_tiles(KernelKey key) {

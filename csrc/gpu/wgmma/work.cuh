@@ -32,6 +32,9 @@ struct Fwd {
   static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 160 : 112;
   static_assert(128 * kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * kThreads);
+  // V of a tile's last block is still held while blocks of the next are passed over (fwd.cuh), and each of those takes a
+  // buffer: the first warpgroup passes over as many as this.
+  static_assert(64 * (kWarpgroups - 1) <= kStages * kKeys);
   static_assert(kKeys % (kDropout ? static_cast<int>(kDropoutKeys) : 16) == 0 && kHeadDim % 16 == 0);
 };
 
