@@ -31,8 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError as error:
+    raise SystemExit("flash_attn needs a newer setuptools: pip install 'setuptools>=77'") from error
 try:
     import torch
     from torch.utils import cpp_extension
@@ -356,7 +359,7 @@ def plan_gpu(table: Sequence[Kernel], environ: Mapping[str, str]) -> GpuPlan:
     if any(int(arch.removeprefix("sm")) >= 80 for arch in archs):
         archs |= {"sm80"} & known  # whatever newer card the library meets, it has PTX for it
     if not archs:
-        return GpuPlan(reason="no GPU that the kernels run on was found at build time; FLASH_ATTN_CUDA_ARCHS names one")
+        return GpuPlan(reason="no GPU that kernels run on was there at build time; FLASH_ATTN_CUDA_ARCHS may name one")
     nvcc = find_nvcc(environ)
     if nvcc is None:
         reason = "nvcc was not found at build time; FLASH_ATTN_NVCC or CUDA_HOME says where it is"

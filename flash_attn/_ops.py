@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flash_attn.problem import Problem, compute_dtype
 
@@ -91,7 +92,9 @@ AVAILABILITY = {
 
 
 def is_available(backend: str = "cpu") -> Availability:
-    """Whether `backend` ("cpu", "mma_sync", "wgmma" or "reference") can be used here.
+    """Whether `backend` ("cpu", "mma_sync", "wgmma" or "reference") is built, and loads here.
+
+    Whether the GPU at hand runs its kernels is a question of a call: `explain` answers it.
 
     Returns an `Availability`: true or false like a bool, with the `reason` as a sentence.
 
@@ -123,6 +126,14 @@ VARIANTS = ("plain", "dropout", "modified", "biased")  # Variant of csrc/common/
 FAMILIES = {"mma_sync": 1, "wgmma": 2}  # Family of csrc/gpu/plan.h; 0 is any
 
 
+def plan(op: Callable, *arguments: object) -> tuple[list[int], str]:
+    """The numbers and the sentence of a plan, an op without tensors: modes that tell a device by them (FakeTensorMode)
+    cannot run one."""
+    with _disable_current_modes():
+        numbers, letters = op(*arguments)
+        return numbers.tolist(), bytes(letters.tolist()).decode()
+
+
 @lru_cache(maxsize=1024)
 def gpu_plan(
     device: int,
@@ -138,7 +149,8 @@ def gpu_plan(
 ) -> GpuPlan:
     """What the library would use on CUDA device number `device` for sequences of that many keys. block_size: of the
     block mask; (0, 0) without one. reachable: `is_reachable`. family: one of FAMILIES; 0 is any."""
-    numbers, reason = torch.ops.flash_attn.gpu_plan(
+    numbers, reason = plan(
+        torch.ops.flash_attn.gpu_plan,
         device,
         DATA_TYPES.index(dtype),
         dim,
@@ -150,9 +162,9 @@ def gpu_plan(
         reachable,
         family,
     )
-    if numbers.numel() == 0:
-        return GpuPlan(bytes(reason.tolist()).decode())
-    arch, head_dim, chosen, rows, keys, family = numbers.tolist()
+    if not numbers:
+        return GpuPlan(reason)
+    arch, head_dim, chosen, rows, keys, family = numbers
     return GpuPlan("", arch, head_dim, VARIANTS[chosen], (rows, keys), list(FAMILIES)[family - 1])
 
 

@@ -120,7 +120,8 @@ def explain(
     batch = q.shape[0] if problem.cu_seqlens_q is None else problem.cu_seqlens_q.shape[0] - 1
     heads, heads_k, dim, dim_v = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     if chosen == "cpu":
-        numbers, letters = torch.ops.flash_attn.cpu_plan(
+        numbers, name = _ops.plan(
+            torch.ops.flash_attn.cpu_plan,
             (torch.float64, torch.float32, torch.float16, torch.bfloat16).index(q.dtype),
             batch,
             heads,
@@ -132,8 +133,7 @@ def explain(
             problem.drops,
             problem.softcap > 0,
         )
-        rows, keys, threads, forward, backward = numbers.tolist()
-        name = bytes(letters.tolist()).decode()
+        rows, keys, threads, forward, backward = numbers
         return Explanation(chosen, f"{name} micro-kernels", (rows, keys), threads, forward, backward, refusals)
     if chosen in _ops.FAMILIES:
         plan = dispatch.gpu_plan(chosen, q, k, v, problem, bias)

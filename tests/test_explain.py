@@ -144,6 +144,30 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
         yield asked
 
 
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The op that plans for GPUs, as the dispatcher knows it; without a GPU, one that always has a kernel."""
+    if flash_attn.is_available("mma_sync"):
+        yield
+        return
+    monkeypatch.setitem(_ops.AVAILABILITY, "mma_sync", _ops.Availability(True, "loaded"))
+    _ops.gpu_plan.cache_clear()
+    with torch.library._scoped_library("flash_attn", "IMPL") as library:
+        answer = torch.tensor([80, 64, 0, 128, 64, 1]), torch.empty(0, dtype=torch.uint8)
+        library.impl("gpu_plan", lambda *numbers: answer, "CompositeExplicitAutograd")
+        yield
+    _ops.gpu_plan.cache_clear()
+
+
+@pytest.mark.parametrize("device", ("cpu", "cuda:0"))
+def test_fake_tensors(planned: None, device: str):
+    """Plans are ops without tensors, by which FakeTensorMode would tell their device."""
+    with FakeTensorMode():
+        q, k, v = qkv(device, torch.bfloat16)
+        plausible(explain(q, k, v))
+        assert flash_attn_func(q, k, v).shape == (*q.shape[:-1], v.shape[-1])
+
+
 def test_auto_on_hopper(hopper: list[tuple]):
     """wgmma where it serves the call, else mma_sync, each with the reason why not the other."""
     q, k, v = qkv("cuda:0", torch.bfloat16)

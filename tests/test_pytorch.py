@@ -449,7 +449,7 @@ COLUMNS = {
 
 ATTENTION = [n for n in FEATURES if n != "apply_rotary_emb"]
 NO: dict[tuple[str, str], str] = {
-    **{(n, c): "torch.compile around a torch.func transform of attention is refused: compile inside the transform"
+    **{(n, c): "torch.compile refuses a torch.func transform inside a full graph: transform a compiled function"
        for n in ATTENTION for c in ("compiled func.grad", "compiled func.jvp")},
     **{("double backward", c): "torch.compile and torch.export do not trace double backward"
        for c in ("compile", "compile, dynamic", "export", "export, dynamic")},
@@ -457,7 +457,7 @@ NO: dict[tuple[str, str], str] = {
         "torch.func refuses the hooks of checkpoints; torch.autograd.grad(create_graph=True) of a checkpoint works",
     **{(n, "CUDA graph"): "the reference backend reads lengths on the host"
        for n in ("varlen", "packed varlen", "lengths", "dropout and lengths")},
-    **{(n, "CUDA graph"): "modules have no GPU kernels yet" for n in ("FlashSelfAttention", "MHA")},
+    **{(n, "CUDA graph"): "modules choose GPU kernels, which have no fp32" for n in ("FlashSelfAttention", "MHA")},
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 // Forward with wgmma: Algorithm 1 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention" (2022), on Hopper.
 //
 // Grid: one CTA an SM, which takes tiles of query rows from a counter until there are none. Of warpgroup 0 one thread finds
-// the next tile and its key blocks, and one has the copy engine fill rings of buffers; each other warpgroup owns 64 rows with
+// the next tile and its key blocks, and one warp has the copy engine fill rings of buffers; each other warpgroup owns 64 rows with
 // S, P and O in registers. QKᵀ of a block is asked for together with P V of the block before, and the softmax
 // of one warpgroup runs beside the products of the others: they take turns in asking.
 #pragma once
@@ -137,8 +137,8 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     self.release(messages.k_empty[self.k.stage]), self.k.advance();
   };
   const auto read_block = [&] { block = *static_cast<volatile int*>(&messages.block[self.k.stage]); };
-  // Blocks behind the last key that this warpgroup's rows see, at the head of a tile's: they are passed over. `keys`, `values`:
-  // which part of them is to be given back. The last block of a tile is none of them, so that there is a first one.
+  // Blocks behind the last key that this warpgroup's rows see, at the head of a tile's: they are passed over.
+  // The last block of a tile is none of them, so that there is a first one.
   const auto pass_over_k = [&](const TileWork& work) {
     int passed = 0;
     while (true) {
