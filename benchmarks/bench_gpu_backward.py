@@ -13,16 +13,13 @@ dropout; first, whether its gradients are right. Nothing is written.
 
 from __future__ import annotations
 
-import argparse
-import random
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from bench_gpu_forward import DIMS, SEQLENS, TOKENS, WIDTH, clock_mhz, compare, inputs, plot, torch_flash
-from harness import RESULTS, header, table
+from harness import RESULTS, begin_on_gpu, gpu_parser, header, table
 from torch import Tensor
 
 from flash_attn import flash_attn_func, standard_attention
@@ -184,14 +181,9 @@ def memory_rows() -> list[list[object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
+    parser = gpu_parser(__doc__, 5, RESULTS / "gpu_backward.md")
     parser.add_argument("--tiles", action="store_true", help="every tile, at two lengths")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_backward.md")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    random.seed(0)
+    arguments = begin_on_gpu(parser)
     if arguments.tiles:
         columns = ["dim", "causal", "seqlen", "tile", "torch TFLOP/s", *(f"{mode} / torch" for mode in MODES)]
         print(header("GPU backward, bf16: tiles") + "\n" + table(columns, tile_rows(arguments.rounds)))

@@ -9,7 +9,6 @@ for everyone. Also: what dropout costs, and how long a small call keeps the host
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from harness import RESULTS, header, table
+from harness import RESULTS, begin_on_gpu, gpu_parser, header, table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -152,13 +151,8 @@ def plot(results: dict[tuple[int, bool], dict[int, dict[str, float]]], path: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=RESULTS / "gpu_forward.md")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    random.seed(0)
+    parser = gpu_parser(__doc__, 5, RESULTS / "gpu_forward.md")
+    arguments = begin_on_gpu(parser)
     rows, results, ratios = [], {}, []
     with torch.no_grad():
         for dim in DIMS:

@@ -12,18 +12,15 @@ alone.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import itertools
-import random
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from bench_gpu_forward import SEQLENS, TOKENS, WIDTH, clock_mhz, compare, inputs, plot_lines
-from harness import RESULTS, header, table
+from harness import RESULTS, begin_on_gpu, gpu_parser, header, table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -178,15 +175,10 @@ def option_rows(rounds: int) -> list[list[object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
+    parser = gpu_parser(__doc__, 3, RESULTS / "hopper_forward.md")
     parser.add_argument("--tiles", action="store_true", help="every tile, at four lengths")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128, 256])
-    parser.add_argument("--out", type=Path, default=RESULTS / "hopper_forward.md")
-    given = parser.parse_args()
-    torch.manual_seed(0)
-    random.seed(0)
+    given = begin_on_gpu(parser)
     if given.tiles:
         with torch.no_grad():
             tile_rows(given.rounds)

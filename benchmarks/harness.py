@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import random
 import statistics
 import sys
 import time
@@ -23,6 +25,25 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def gpu_parser(description: str, rounds: int, out: Path) -> argparse.ArgumentParser:
+    """The arguments that every benchmark on a GPU has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two lengths instead of six")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--out", type=Path, default=out)
+    return parser
+
+
+def begin_on_gpu(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The arguments as given, and the same random numbers in every process."""
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU and a CUDA build of torch")
+    torch.manual_seed(0)
+    random.seed(0)
+    return arguments
 
 
 def torch_sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
