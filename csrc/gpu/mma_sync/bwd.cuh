@@ -238,7 +238,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 }
 
 // dQ = scale · dq_sum, one CTA a row block. Four lanes of the main kernel that share a row hold 8 columns, two each: a
-// thread takes all of them.
+// thread takes all of them. Its neighbours take the next rows, whose sums are neighbours, and then the next columns, as
+// many as lie beside each other in dQ: 128 bytes at a time are read, and 32 to 128 written.
 template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, int kThreads>
 __global__ void __launch_bounds__(kThreads)
     dq_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ BwdLaunch launch) {
@@ -250,31 +251,47 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t tile =
       block.head * launch.all_tiles + first_row_tile<F::kRows>(p, launch.m_blocks, block.batch) + first_row / F::kRows;
   const float* sums = launch.dq_sum + tile * (F::kRows * F::kHeadDim);
-  auto* out = static_cast<uint16_t*>(p.dq.data) + p.dq.offset(rows.batch, block.head, rows.first());
-  constexpr int kQuads = F::kThreads / 4, kEights = F::kRows * F::kHeadDim / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < kEights; i += kThreads) {
-    const int quad = i % kQuads, index = i / kQuads;  // [part][m16][n8][half]
-    const int half = index % 2, n = index / 2 % F::kDqN, m = index / 2 / F::kDqN % F::kDqM;
-    const int part = index / 2 / F::kDqN / F::kDqM, warp = quad / 8;
-    const int place = warp % F::kTile.dq_row_warps * F::kDqRows + 16 * m + 8 * half + quad % 8;
-    const int row = first_row + (F::kDealt ? dealt_query(place) : place);
-    const int block16 = (part * (F::kDqAtOnce / 16) + n / 2) * F::kDqSplits + warp / F::kTile.dq_row_warps;
-    const int column = 16 * block16 + n % 2 * 8;
-    // Before any branch, so that the loads of several rounds are under way at once; the sums have all rows of a block.
-    const auto* from = reinterpret_cast<const float4*>(sums + 2 * index * F::kThreads + 4 * quad);
-    const float4 even = from[0], odd = from[F::kThreads / 4];
-    if (row >= rows.length || column >= p.dim) continue;
-    const auto pair = [&](float a, float b) { return ptx::pack<kType>(launch.scale * a, launch.scale * b); };
-    const uint4 all{pair(even.x, odd.x), pair(even.y, odd.y), pair(even.z, odd.z), pair(even.w, odd.w)};
-    uint16_t* target = out + row * p.dq.row_stride + column;
-    if (launch.vectorised_dq) {
-      *reinterpret_cast<uint4*>(target) = all;
-    } else {
-      const uint32_t pairs[4] = {all.x, all.y, all.z, all.w};
+  auto* out = static_cast<uint16_t*>(p.dq.data) + p.dq.offset(rows.batch, block.head, rows.first() + first_row);
+  constexpr int kEights = F::kRows * F::kHeadDim / 8, kRounds = kEights / kThreads;
+  constexpr int kBatch = kRounds % 4 == 0 ? 4 : kRounds % 3 == 0 ? 3 : kRounds % 2 == 0 ? 2 : 1;
+  static_assert(kRounds * kThreads == kEights && 2 * kBatch <= kLoadsAtOnce);
+#pragma unroll 1
+  for (int begin = 0; begin < kRounds; begin += kBatch) {
+    float4 even[kBatch], odd[kBatch];
+    int row[kBatch], column[kBatch];
 #pragma unroll
-      for (int d = 0; d < 8; ++d)
-        if (column + d < p.dim) target[d] = static_cast<uint16_t>(pairs[d / 2] >> (16 * (d % 2)));
+    for (int i = 0; i < kBatch; ++i) {
+      int rest = (begin + i) * kThreads + static_cast<int>(threadIdx.x);
+      const auto digit = [&](int base) {
+        const int value = rest % base;
+        rest /= base;
+        return value;
+      };
+      const int row_of_8 = digit(8), n_odd = digit(2), split = digit(F::kDqSplits), n_half = digit(F::kDqN / 2);
+      const int row_warp = digit(F::kTile.dq_row_warps), half = digit(2), m = digit(F::kDqM), part = rest;
+      const int index = ((part * F::kDqM + m) * F::kDqN + 2 * n_half + n_odd) * 2 + half;
+      const auto* from = reinterpret_cast<const float4*>(sums + 2 * index * kThreads) +
+                         (split * F::kTile.dq_row_warps + row_warp) * 8 + row_of_8;
+      even[i] = from[0], odd[i] = from[kThreads / 4];  // the sums have all rows of a block
+      const int place = row_warp * F::kDqRows + 16 * m + 8 * half + row_of_8;
+      row[i] = F::kDealt ? dealt_query(place) : place;
+      column[i] = 16 * ((part * (F::kDqAtOnce / 16) + n_half) * F::kDqSplits + split) + 8 * n_odd;
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first_row + row[i] >= rows.length || column[i] >= p.dim) continue;
+      const auto pair = [&](float a, float b) { return ptx::pack<kType>(launch.scale * a, launch.scale * b); };
+      const uint4 all{pair(even[i].x, odd[i].x), pair(even[i].y, odd[i].y), pair(even[i].z, odd[i].z),
+                      pair(even[i].w, odd[i].w)};
+      uint16_t* target = out + row[i] * p.dq.row_stride + column[i];
+      if (launch.vectorised_dq) {
+        *reinterpret_cast<uint4*>(target) = all;
+      } else {
+        const uint32_t pairs[4] = {all.x, all.y, all.z, all.w};
+#pragma unroll
+        for (int d = 0; d < 8; ++d)
+          if (column[i] + d < p.dim) target[d] = static_cast<uint16_t>(pairs[d / 2] >> (16 * (d % 2)));
+      }
     }
   }
 }

@@ -18,8 +18,10 @@ struct RowBlock {
   int64_t batch, head, first_row;
 
   __device__ __forceinline__ RowBlock(int64_t blocks, int64_t heads, int rows) {
-    const int64_t index = blockIdx.x, of_head = index / blocks;
-    batch = of_head / heads, head = of_head % heads, first_row = index % blocks * rows;
+    // Their product is a number of CTAs: 64-bit divisions would take longer than the rows.
+    const auto blocks32 = static_cast<uint32_t>(blocks), heads32 = static_cast<uint32_t>(heads);
+    const uint32_t of_head = blockIdx.x / blocks32;
+    batch = of_head / heads32, head = of_head % heads32, first_row = int64_t{blockIdx.x % blocks32} * rows;
   }
 };
 
@@ -38,55 +40,86 @@ __device__ __forceinline__ RowStatistics<float> statistics_of(const BwdParams& p
           static_cast<const float*>(p.log2_sum.data)[at(p.log2_sum, rows, head, row)]};
 }
 
+// Loads of 16 bytes that a thread has under way at once: what it takes to keep the memory busy.
+inline constexpr int kLoadsAtOnce = 8;
+
 // The numbers of a row block's queries, with delta = rowsum(dO ∘ O) - dLSE (paper, Algorithm 4, line 4, and the gradient
-// of the LSE). kLanes lanes take a row. `all_tiles`: row blocks of a head.
+// of the LSE). kLanes lanes take a row, of kLanes · 8 columns at most. `all_tiles`: row blocks of a head.
 template <DataType kType, class Table, int kLanes>
 __global__ void __launch_bounds__(kRowThreads) numbers_kernel(const __grid_constant__ BwdParams p, float* numbers,
                                                               int m_blocks, int64_t all_tiles, bool vectorised) {
+  constexpr int kAtOnce = kRowThreads / kLanes, kRounds = (Table::kRows + kAtOnce - 1) / kAtOnce;
+  constexpr int kBatch = kRounds < kLoadsAtOnce / 2 ? kRounds : kLoadsAtOnce / 2;
+  static_assert(Table::kRows <= kRowThreads && kRounds % kBatch == 0);
+  static __shared__ float sums[kRounds * kAtOnce];
   const RowBlock block(m_blocks, p.heads, Table::kRows);
   const Rows rows = rows_of_sequence(p.rows_q, block.batch);
   if (!rows_are_possible(p.rows_q, rows, block.batch, -1) || block.first_row >= rows.length) return;
   const int64_t tile =
       block.head * all_tiles + first_row_tile<Table::kRows>(p, m_blocks, block.batch) + block.first_row / Table::kRows;
   float* table = numbers + tile * Table::kFloats;
-  const int lane = threadIdx.x % kLanes;
-  bool any_special = false;
+  const int there = static_cast<int>(min(int64_t{Table::kRows}, rows.length - block.first_row));
+
+  // Of the row whose numbers this thread makes in the end, asked for before all else.
+  const int own = static_cast<int>(threadIdx.x);
+  const int64_t own_row = block.first_row + own;
+  RowStatistics<float> statistics;
+  float dlse = 0;
+  if (own < there) {
+    statistics = statistics_of(p, rows, block.head, own_row);
+    if (p.dlse.data != nullptr) dlse = static_cast<const float*>(p.dlse.data)[at(p.dlse, rows, block.head, own_row)];
+  }
+
+  const int lane = own % kLanes, first = own / kLanes;
+  const auto first_of = [&](const Operand& x) {
+    return static_cast<const uint16_t*>(x.data) +
+           x.offset(rows.batch, block.head, rows.first() + block.first_row + first);
+  };
+  const uint16_t *dout = first_of(p.dout), *out = first_of(p.out);
+  const auto product = [](uint32_t a, uint32_t b) {
+    return ptx::unpack_low<kType>(a) * ptx::unpack_low<kType>(b) +
+           ptx::unpack_low<kType>(a >> 16) * ptx::unpack_low<kType>(b >> 16);
+  };
 #pragma unroll
-  for (int first = 0; first < Table::kRows; first += kRowThreads / kLanes) {
-    const int row_of_block = first + static_cast<int>(threadIdx.x) / kLanes;
-    const int64_t row = block.first_row + row_of_block, tensor_row = rows.first() + row;
-    float sum = 0;
-    if (row < rows.length) {
-      const auto* dout = static_cast<const uint16_t*>(p.dout.data) + p.dout.offset(rows.batch, block.head, tensor_row);
-      const auto* out = static_cast<const uint16_t*>(p.out.data) + p.out.offset(rows.batch, block.head, tensor_row);
-      const auto product = [](uint32_t a, uint32_t b) {
-        return ptx::unpack_low<kType>(a) * ptx::unpack_low<kType>(b) +
-               ptx::unpack_low<kType>(a >> 16) * ptx::unpack_low<kType>(b >> 16);
-      };
-      if (vectorised) {
-        for (int64_t d = 8 * lane; d < p.dim_v; d += 8 * kLanes) {
-          const uint4 a = *reinterpret_cast<const uint4*>(dout + d), b = *reinterpret_cast<const uint4*>(out + d);
-          sum += product(a.x, b.x) + product(a.y, b.y) + (product(a.z, b.z) + product(a.w, b.w));
-        }
-      } else {
+  for (int begin = 0; begin < kRounds; begin += kBatch) {
+    float sum[kBatch] = {};
+    if (vectorised) {
+      uint4 a[kBatch], b[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t row = (begin + i) * kAtOnce;
+        a[i] = b[i] = uint4{};
+        if (first + row >= there || 8 * lane >= p.dim_v) continue;
+        a[i] = *reinterpret_cast<const uint4*>(dout + row * p.dout.row_stride + 8 * lane);
+        b[i] = *reinterpret_cast<const uint4*>(out + row * p.out.row_stride + 8 * lane);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        sum[i] = product(a[i].x, b[i].x) + product(a[i].y, b[i].y) + (product(a[i].z, b[i].z) + product(a[i].w, b[i].w));
+    } else {
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int64_t row = (begin + i) * kAtOnce;
+        if (first + row >= there) continue;
         for (int64_t d = lane; d < p.dim_v; d += kLanes)
-          sum += ptx::unpack_low<kType>(dout[d]) * ptx::unpack_low<kType>(out[d]);
+          sum[i] += ptx::unpack_low<kType>(dout[row * p.dout.row_stride + d]) *
+                    ptx::unpack_low<kType>(out[row * p.out.row_stride + d]);
       }
     }
 #pragma unroll
-    for (int other = kLanes / 2; other > 0; other /= 2) sum += __shfl_xor_sync(~0u, sum, other);
-    if (lane != 0 || row_of_block >= Table::kRows) continue;
-    QueryNumbers result;
-    if (row < rows.length) {
-      const RowStatistics<float> statistics = statistics_of(p, rows, block.head, row);
-      if (p.dlse.data != nullptr) sum -= static_cast<const float*>(p.dlse.data)[at(p.dlse, rows, block.head, row)];
-      result = {statistics, statistics.log2_sum == -INFINITY ? 0.f : sum};
-      any_special |= result.is_special();
+    for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+      for (int other = kLanes / 2; other > 0; other /= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], other);
+      if (lane == 0) sums[(begin + i) * kAtOnce + first] = sum[i];
     }
-    Table::store(table, row_of_block, result);
   }
-  any_special = __syncthreads_or(any_special);
-  if (threadIdx.x < 4) table[Table::kSpecial + threadIdx.x] = any_special ? 1.f : 0.f;
+  __syncthreads();
+
+  QueryNumbers result;
+  if (own < there) result = {statistics, statistics.log2_sum == -INFINITY ? 0.f : sums[own] - dlse};
+  if (own < Table::kRows) Table::store(table, own, result);
+  const bool any_special = __syncthreads_or(own < there && result.is_special());
+  if (own < 4) table[Table::kSpecial + own] = any_special ? 1.f : 0.f;
 }
 
 // dsink = -Σ P_sink · delta with P_sink = exp(sink - LSE): the sink is a logit like any other whose value row is zero.
