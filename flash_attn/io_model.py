@@ -447,9 +447,9 @@ def proposition4_block_sparse(seqlen: int, dim: int, memory: int, density: float
     nonzero blocks. Returns Nd + N²d²s / M, in elements.
 
     Raises:
-        ValueError: memory outside [d, Nd], density outside (0, 1].
+        ValueError: memory outside [d, Nd], density outside [0, 1].
     """
-    _require(0 < density <= 1, f"density must be in (0, 1], is {density}")
+    _require(0 <= density <= 1, f"density must be in [0, 1], is {density}")
     return seqlen * dim + theorem2_flash(seqlen, dim, memory) * density
 
 
