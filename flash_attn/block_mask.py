@@ -157,10 +157,14 @@ class BlockMask:
         return float(self.blocks.sum()) / max(1, self.kinds.numel())
 
     def io_ratio(self) -> float:
-        """HBM traffic of the forward with this mask / without one, by the model of the paper (Proposition 4): a query
-        block reads its queries once, writes its output once, and reads the keys and values of the blocks it visits."""
-        rows, _ = self.block_size
-        return (rows + self.density() * self.seqlen_k) / (rows + self.seqlen_k)
+        """HBM accesses of the forward with this mask / without one: `io_model.proposition4_block_sparse`, where on-chip
+        memory is as large as a block's queries. Their number of dimensions drops out."""
+        from flash_attn import io_model  # which nothing else here needs
+
+        seqlen = max(1, self.seqlen_k)
+        memory = min(self.block_size[0], seqlen)
+        masked, dense = (io_model.proposition4_block_sparse(seqlen, 1, memory, s) for s in (self.density(), 1.0))
+        return masked / dense
 
     def to_dense(self) -> Tensor:
         """bool (batch | 1, heads | 1, seqlen_q, seqlen_k), True = may attend: `mask=` of the attention functions."""

@@ -196,8 +196,22 @@ def standard_backward(w: Workload) -> Cost:
 
 
 def standard(w: Workload) -> Cost:
-    """Forward and backward of standard attention."""
+    """Forward and backward of standard attention, Algorithms 0 and 3."""
     return standard_forward(w) + standard_backward(w)
+
+
+def standard_in_pytorch(w: Workload) -> Cost:
+    """The same as PyTorch's kernels for CUDA run it: 4 Nd + 3 N² elements more. Q, and dQ in backward, are scaled by a
+    kernel each; the backward of softmax is two: dP ∘ P is written out, and dS = dP ∘ P − P · rowsum(dP ∘ P) reads it.
+
+    Equivalent to: the sum of the sizes of all inputs and outputs of those kernels in a forward and backward of
+
+        p = ((q * scale) @ k.mT + mask).softmax(-1);  o = torch.nn.functional.dropout(p, p_drop) @ v
+    """
+    more = [Pass("scaling", w.matrix, w.matrix), Pass("dP ∘ P", 2 * w.scores, w.scores)]
+    scaling, product = _all_heads(w, more).passes
+    *before, ds, dq, dk = standard(w).passes
+    return Cost((scaling, *before, product, ds, dq, dk, scaling))
 
 
 # ---- FlashAttention as in the paper ---------------------------------------------------------------------------------
@@ -447,9 +461,9 @@ def proposition4_block_sparse(seqlen: int, dim: int, memory: int, density: float
     nonzero blocks. Returns Nd + N²d²s / M, in elements.
 
     Raises:
-        ValueError: memory outside [d, Nd], density outside (0, 1].
+        ValueError: memory outside [d, Nd], density outside [0, 1].
     """
-    _require(0 < density <= 1, f"density must be in (0, 1], is {density}")
+    _require(0 <= density <= 1, f"density must be in [0, 1], is {density}")
     return seqlen * dim + theorem2_flash(seqlen, dim, memory) * density
 
 

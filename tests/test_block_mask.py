@@ -146,6 +146,8 @@ def test_model_of_traffic():
     full, causal = BlockMask.from_dense(torch.ones(512, 512) > 0), BlockMask.causal(512, 512)
     assert full.io_ratio() == 1 and causal.density() == 10 / 16
     assert causal.io_ratio() == (128 + 512 * 10 / 16) / (128 + 512)
+    nothing, short = BlockMask(torch.zeros(4, 4) > 0, 512, 512), BlockMask.causal(48, 48)
+    assert nothing.io_ratio() == 128 / (128 + 512) and short.io_ratio() == 1
 
 
 def test_pictures(tmp_path):

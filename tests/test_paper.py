@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -19,14 +18,13 @@ import torch
 from programs import start_program
 from test_threads import run_script
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
 from flash_attn import io_model
 from flash_attn.paper import __main__ as program
-from flash_attn.paper import contenders, fig2, fig3, ncu, numerics, options, report, traffic
+from flash_attn.paper import contenders, fig2, fig3, numerics, options, report
 from flash_attn.paper.contenders import Setting
 
 SMALL = ["--batch", "1", "--heads", "1", "--dim", "16", "--seconds", "0.01", "--device", "cpu"]
@@ -58,8 +56,8 @@ def test_fig2(tmp_path: Path) -> None:
     ]
     assert all(r["ms"] > 0 for r in rows)
     w = io_model.Workload(256, 16, dtype=torch.float32)
-    assert rows[0]["model_GB"] == io_model.standard(w).bytes / 1e9
-    assert rows[1]["model_GB"] == io_model.standard(replace(w, dropout=True)).bytes / 1e9
+    assert rows[0]["model_GB"] == io_model.standard_in_pytorch(w).bytes / 1e9
+    assert rows[1]["model_GB"] == io_model.standard_in_pytorch(replace(w, dropout=True)).bytes / 1e9
     assert rows[2]["GFLOP"] == 14 * 256**2 * 16 / 1e9
     blocks = found["tables"]["blocks"]
     assert [r["B_c"] for r in blocks] == [64, 128, 256, 512] and blocks[0]["model_GB"] > 2 * blocks[2]["model_GB"]
@@ -164,6 +162,12 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path, arguments: str,
         ("fig3 --dropout 1", "--dropout 1.0: must be in [0, 1)"),
         ("fig3 --seconds 0", "--seconds 0.0: must be more than 0"),
         ("all --seconds nan", "--seconds nan: must be more than 0"),
+        ("fig2 --seconds inf", "--seconds inf: must be finite"),
+        (f"fig3 --seed {2**64}", f"--seed {2**64}: must fit into 64 bits"),
+        (f"numerics --seed {-(2**63) - 1}", f"--seed {-(2**63) - 1}: must fit into 64 bits"),
+        (f"fig2 --dim {2**31}", f"--dim {2**31}: must be at most {2**31 - 1}"),
+        (f"fig3 --lengths 64 {10**30}", f"--lengths 64 {10**30}: must be at most {2**31 - 1}"),
+        (f"fig3 --device cpu --out {__file__}/folder", "/folder: cannot be written to: Not a directory"),
         (f"fig3 --out {__file__}", "is a file, must be a folder"),
         ("all --heads 2", "unrecognized arguments: --heads 2"),
         ("traffic --device cpu", "traffic: needs a GPU"),
@@ -206,41 +210,6 @@ def test_on_a_gpu(tmp_path: Path, arguments: str) -> None:
 
 
 # ---- Parts ----------------------------------------------------------------------------------------------------------
-
-
-class BytesOfOperations(TorchDispatchMode):
-    """What PyTorch's operations read and write, if each reads its inputs and writes its outputs once; views nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if not function.is_view:
-            flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
-            self.bytes += sum(x.numel() * x.element_size() for x in flat if isinstance(x, Tensor))
-        return result
-
-
-@pytest.mark.parametrize("mask", (False, True))
-@pytest.mark.parametrize("dropout", (False, True))
-def test_the_model_of_standard_attention_is_what_pytorch_does(dropout: bool, mask: bool) -> None:
-    """Bytes of all inputs and outputs of its operations, to the byte."""
-    n, d, batch, heads = 96, 16, 2, 3
-    w = io_model.Workload(n, d, heads, batch, torch.float32, dropout=dropout, mask=mask)
-    q, k, v = (torch.randn(batch * heads, n, d, requires_grad=True) for _ in range(3))
-    # One mask for each head here, so that the operation reads what the model counts.
-    added, dout = torch.randn(batch * heads, 1, n), torch.randn(batch * heads, n, d)
-    with BytesOfOperations() as counter:
-        s = torch.bmm(q, k.mT)
-        p = (s + added if mask else s).softmax(-1)
-        p = torch.native_dropout(p, 0.1, True)[0] if dropout else p
-        out = torch.bmm(p, v)
-        forward = counter.bytes
-        torch.autograd.grad(out, (q, k, v), dout)
-    assert forward == io_model.standard_forward(w).bytes
-    assert counter.bytes == io_model.standard(w).bytes
 
 
 def setting(**options: object) -> Setting:
@@ -347,95 +316,3 @@ def test_sparsity_is_fitted(tmp_path: Path) -> None:
     assert "R² = 1.0000; 10.0 % of the dense time is left at 0" in fig2.sparsity_findings(r)[0]
     s = setting(seqlen=1000)
     assert contenders.kept_blocks(s, 0.01) == (1, 1 / 8) and contenders.kept_blocks(s, 1.0) == (8, 1.0)
-
-
-# ---- Nsight Compute -------------------------------------------------------------------------------------------------
-
-RAW = """==PROF== Connected to process 4711 (/usr/bin/python3.11)
-==PROF== Profiling "kernel_one": 0%....50%....100% - 1 pass
-==PROF== Disconnected from process 4711
-"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
-"dram__bytes_read.sum","dram__bytes_write.sum"
-"","","","","","","","","","","","byte","byte"
-"0","4711","python3.11","127.0.0.1","void fwd_kernel<64, 128>(FwdParams, int)","1","7","(128, 1, 1)","(8, 1, 1)","0",\
-"9.0","402,653,184","134,217,728.00"
-"1","4711","python3.11","127.0.0.1","void at::fill<float>(""x"")","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0","96","0"
-"2","4711","python3.11","127.0.0.1","void fwd_kernel<64, 128>(FwdParams, int)","1","7","(128, 1, 1)","(8, 1, 1)","0",\
-"9.0","1","2"
-"""
-DETAILS = """==PROF== Connected to process 1
-"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
-"Section Name","Metric Name","Metric Unit","Metric Value"
-"0","1","python","127.0.0.1","fwd(int)","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","Command line profiler metrics",\
-"dram__bytes_read.sum","Mbyte","402.65"
-"0","1","python","127.0.0.1","fwd(int)","1","7","(1, 1, 1)","(1, 1, 1)","0","9.0","Command line profiler metrics",\
-"dram__bytes_write.sum","Kbyte","1,234.5"
-"""
-
-
-def test_ncus_raw_page_is_read() -> None:
-    kernels = ncu.parse(RAW)
-    assert kernels[0] == ("void fwd_kernel<64, 128>(FwdParams, int)", 402653184, 134217728)
-    assert [k.read for k in kernels] == [402653184, 96, 1]
-    assert ncu.by_name(kernels) == {
-        "fwd_kernel<64, 128>": (2, 402653185, 134217730),
-        "at::fill<float>": (1, 96, 0),
-    }
-
-
-def test_ncus_details_page_is_read() -> None:
-    assert ncu.parse(DETAILS) == [("fwd(int)", 402650000, 1234500)]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("==ERROR== ERR_NVGPUCTRPERM: no permission", "ncu wrote no table; it said:\n==ERROR== ERR_NVGPUCTRPERM"),
-        (RAW[: RAW.index('"0"')], "ncu counted no kernel"),
-        (RAW.replace('"byte","byte"', '"byte","sector"'), "dram__bytes_write.sum of kernel void fwd_kernel<64, 128>"),
-        (RAW.replace('"96"', '""'), "dram__bytes_read.sum of kernel void at::fill<float>"),
-        (DETAILS[: DETAILS.rindex('"0","1"')], "dram__bytes_write.sum of kernel fwd(int) is ''"),
-    ],
-)
-def test_what_ncu_cannot_count_is_an_error(text: str, message: str) -> None:
-    with pytest.raises(RuntimeError, match="^" + re.escape(message)):
-        ncu.parse(text)
-
-
-def fake_ncu(folder: Path, says: str, status: int = 0) -> str:
-    """A program that writes what ncu would, after running nothing."""
-    program = folder / "ncu"
-    (folder / "says").write_text(says)
-    program.write_text(f"#!/bin/sh\necho \"$@\" > '{folder}/arguments'\ncat '{folder}/says'\nexit {status}\n")
-    program.chmod(0o755)
-    return str(program)
-
-
-def test_ncu_is_asked_for_bytes_of_one_case(tmp_path: Path) -> None:
-    s = setting(dropout_p=0.1, dtype=torch.float16)
-    kernels = ncu.measure(fake_ncu(tmp_path, RAW), "flash", s)
-    assert sum(k.read for k in kernels) == 402653281
-    arguments = (tmp_path / "arguments").read_text()
-    assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in arguments
-    assert arguments.endswith(" -m flash_attn.paper.ncu flash 2 3 128 16 float16 0.1\n")
-    with pytest.raises(RuntimeError, match="ended with 3:\n(.|\n)*Disconnected"):
-        ncu.measure(fake_ncu(tmp_path, RAW[:400], 3), "flash", s)
-
-
-def test_the_case_for_ncu_runs() -> None:
-    ncu.run_case("flash", setting(dropout_p=0.1))
-
-
-def test_where_nothing_can_be_counted() -> None:
-    cuda = torch.device("cuda")
-    assert ncu.unavailable("ncu", torch.device("cpu")) == "DRAM bytes are counted on a GPU alone"
-    assert "switched off" in ncu.unavailable("", cuda)
-    assert "no-such-ncu is not there: Nsight Compute" in ncu.unavailable("no-such-ncu", cuda)
-
-
-def test_traffic_is_reported_by_kernel(tmp_path: Path) -> None:
-    r = report.Report(tmp_path, "traffic", traffic.TITLE, {})
-    traffic.add_kernels(r, "flash", ncu.parse(RAW))
-    assert r.rows("attention") == [{"attention": "flash", "GB": (402653281 + 134217730) / 1e9}]
-    assert [row["launches"] for row in r.rows("kernels")] == [2, 1]
-    assert json.loads((tmp_path / "traffic.json").read_text())["tables"]["kernels"][0]["read_GB"] == 0.402653185

@@ -107,7 +107,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "dropout": {"problem"},
     "checks": {"problem"},
     "block_patterns": {"dropout"},  # its Philox
-    "block_mask": {"block_patterns", "checks", "problem"},
+    "block_mask": {"block_patterns", "checks", "io_model", "problem"},
     "_ops": {"problem", "dropout"},
     "reference": {"block_patterns", "problem", "dropout"},
     "from_lse": {"block_mask", "checks", "problem", "reference"},

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         command = importlib.import_module(f"flash_attn.paper.{o.command}")
         torch.manual_seed(o.seed)
-        report = Report(o.out, o.command, command.TITLE, o.described())
+        try:
+            report = Report(o.out, o.command, command.TITLE, o.described())
+        except OSError as error:
+            options.parser().error(f"--out {o.out}: cannot be written to: {error.strerror}")
         status = 0
         try:
             command.run(o, report)

@@ -89,7 +89,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     """Attention as one would write it in PyTorch, with nothing to spare: the paper's Algorithm 0 in q's dtype.
 
     Args: q, k, v (batch, heads, seqlen, dim); mask None or additive, broadcastable to (batch, heads, seqlen, seqlen).
-    Each of its five operations on seqlen × seqlen matrices is what `io_model.standard` counts.
+    What its kernels move on a GPU is what `io_model.standard_in_pytorch` counts. q is scaled, not S, which would be a
+    pass over a seqlen × seqlen matrix in forward and another in backward.
     """
     p = (q * q.shape[-1] ** -0.5) @ k.mT
     p = p if mask is None else p + mask

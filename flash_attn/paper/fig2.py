@@ -46,7 +46,7 @@ def gpu_of(o: Options) -> io_model.Gpu | None:
 def predicted(name: str, w: Workload, gpu: io_model.Gpu | None) -> Cost | None:
     """What the model says of an attention that it knows."""
     if name == "standard":
-        return io_model.standard(w)
+        return io_model.standard_in_pytorch(w)
     return io_model.kernels(w, gpu) if name == "flash" else None
 
 
@@ -86,7 +86,10 @@ def attention_row(
     if not no_counters:
         torch.cuda.empty_cache()  # the other process needs the memory
         try:
-            row["GB"] = sum(k.read + k.written for k in ncu.measure(o.ncu, name, s)) / 1e9
+            kernels = ncu.measure(o.ncu, name, s)
+            row["GB"] = ncu.total(kernels)
+            for kernel in ncu.rows(kernels):
+                report.add("kernels", {"attention": name, "dropout": dropout_p} | kernel)
         except RuntimeError as error:
             report.note(f"No measured GB of {name}: {error}")
     if dropout_p > 0 and is_papers(o):
@@ -131,8 +134,8 @@ def sections(o: Options, report: Report) -> list[str]:
     papers = "The paper's figures are an A100's." if is_papers(o) else ""
     text = [
         f"Forward and backward, batch {o.batch}, {o.heads} heads, seqlen {o.lengths[0]}, d {o.dim}, {o.dtype}. The "
-        "model counts the bytes that pass between a GPU's kernels and its DRAM (io_model.standard, io_model.kernels). "
-        f"{papers}\n",
+        "model counts the bytes that pass between a GPU's kernels and its DRAM (io_model.standard_in_pytorch, "
+        f"io_model.kernels). {papers}\n",
         row_table(rows, {key: text for key, text in columns.items() if any(row.get(key) is not None for row in rows)}),
     ]
     times = {(row["attention"], row["dropout"]): row["ms"] for row in rows}
@@ -140,6 +143,9 @@ def sections(o: Options, report: Report) -> list[str]:
         slow, fast = (times.get((name, dropout_p)) for name in ("standard", "flash"))
         if slow and fast:
             text.append(f"- Speed-up over standard attention, dropout {dropout_p}: {slow / fast:.2f}×.")
+    if report.rows("kernels"):
+        counted = {"attention": "attention", "dropout": "dropout"} | ncu.COLUMNS
+        text += ["\nKernel by kernel, from ncu:\n", row_table(report.rows("kernels"), counted)]
     if report.rows("blocks"):
         text += [
             "\nAlgorithm 1 over B_c, forward (time: the algorithm in plain PyTorch, `tiled_attention`):\n",

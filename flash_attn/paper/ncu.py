@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 import shlex
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ import torch
 from flash_attn.paper.contenders import CONTENDERS, Setting
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
+# A report's columns for `rows`.
+COLUMNS = {"kernel": "kernel", "launches": "launches", "read_GB": "GB read", "written_GB": "GB written"}
 # ncu scales by 1000, not by 1024.
 UNITS = {"byte": 1, "Kbyte": 10**3, "Mbyte": 10**6, "Gbyte": 10**9, "Tbyte": 10**12}
 
@@ -111,14 +114,32 @@ def _details(rows: list[dict[str, str]]) -> Iterator[KernelTraffic]:
         yield KernelTraffic(name, *(_bytes(r["Metric Value"], r["Metric Unit"], m, name) for m, r in found.items()))
 
 
-def by_name(kernels: list[KernelTraffic], width: int = 60) -> dict[str, tuple[int, int, int]]:
-    """Launches, bytes read and bytes written of each kernel; the name without its arguments, cut at `width`."""
+# What stands before a name of C++: namespaces, those without a name too, as different versions of ncu write them.
+NAMESPACES = re.compile(r"(?:\w+|\(anonymous namespace\)|<unnamed>)::")
+
+
+def by_name(kernels: list[KernelTraffic], width: int = 84) -> dict[str, tuple[int, int, int]]:
+    """Launches, bytes read and bytes written of each kernel, in the order of their first launches; the name without
+    namespaces and arguments, cut at `width`: enough for the operation of an elementwise kernel of torch."""
     sums: dict[str, tuple[int, int, int]] = {}
     for kernel, read, written in kernels:
-        name = kernel.split("(")[0].removeprefix("void ")[:width]
+        name = NAMESPACES.sub("", kernel).split("(")[0].removeprefix("void ")[:width].rstrip()
         launches, r, w = sums.get(name, (0, 0, 0))
         sums[name] = launches + 1, r + read, w + written
     return sums
+
+
+def rows(kernels: list[KernelTraffic]) -> list[dict[str, str | int | float]]:
+    """The same for a report."""
+    return [
+        {"kernel": name, "launches": launches, "read_GB": read / 1e9, "written_GB": written / 1e9}
+        for name, (launches, read, written) in by_name(kernels).items()
+    ]
+
+
+def total(kernels: list[KernelTraffic]) -> float:
+    """GB of all of them."""
+    return sum(k.read + k.written for k in kernels) / 1e9
 
 
 def run_case(attention: str, s: Setting) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ COMMANDS = {
     "all": "fig2, fig3 and numerics",
 }
 TRAFFIC = ("standard", "flash", "torch")
+LARGEST = 2**31 - 1  # of a size: more overflows somewhere in torch
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,11 @@ def _checked(top: argparse.ArgumentParser, command: str, device: torch.device, g
 
     for name in ("batch", "heads", "dim"):
         require(values[name] >= 1, name, "must be at least 1")
+        require(values[name] <= LARGEST, name, f"must be at most {LARGEST}")
     for name in ("lengths", "dtypes", "attentions"):
         require(len(set(values[name])) == len(values[name]), name, "one is given twice")
     require(min(values["lengths"]) >= 1, "lengths", "must be at least 1")
+    require(max(values["lengths"]) <= LARGEST, "lengths", f"must be at most {LARGEST}")
     require(command in ("fig3", "numerics") or len(values["lengths"]) == 1, "lengths", f"{command} takes one length")
     require(set(values["dtypes"]) <= set(DTYPES), "dtypes", f"must be of {', '.join(DTYPES)}")
     require(command == "numerics" or len(values["dtypes"]) == 1, "dtypes", f"{command} takes one dtype")
@@ -159,6 +163,8 @@ def _checked(top: argparse.ArgumentParser, command: str, device: torch.device, g
     require(0 <= values["dropout_p"] < 1, "dropout", "must be in [0, 1)")
     for name in ("seconds", "patience"):
         require(values[name] > 0, name, "must be more than 0")
+    require(math.isfinite(values["seconds"]), "seconds", "must be finite")  # the patience may be without end
+    require(-(2**63) <= values["seed"] < 2**64, "seed", "must fit into 64 bits")
     is_folder = not values["out"].exists() or values["out"].is_dir()
     require(is_folder, "out", "is a file, must be a folder")
     for name in ("lengths", "attentions"):

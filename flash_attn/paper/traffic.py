@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -28,16 +27,14 @@ def run(o: Options, report: Report) -> None:
             report.note(f"{name}: counted / model = {row['ratio']:.3f}.")
 
 
-def add_kernels(report: Report, name: str, kernels: Sequence[ncu.KernelTraffic]) -> None:
+def add_kernels(report: Report, name: str, kernels: list[ncu.KernelTraffic]) -> None:
     """The rows of one attention: each kernel, then the sum."""
-    for kernel, (launches, read, written) in ncu.by_name(list(kernels)).items():
-        row = {"attention": name, "kernel": kernel, "launches": launches}
-        report.add("kernels", row | {"read_GB": read / 1e9, "written_GB": written / 1e9})
-    report.add("attention", {"attention": name, "GB": sum(k.read + k.written for k in kernels) / 1e9})
+    for row in ncu.rows(kernels):
+        report.add("kernels", {"attention": name} | row)
+    report.add("attention", {"attention": name, "GB": ncu.total(kernels)})
 
 
 def sections(o: Options, report: Report) -> list[str]:
-    kernels = {"attention": "attention", "kernel": "kernel", "launches": "launches", "read_GB": "GB read"}
     return [
         f"Forward and backward, batch {o.batch}, {o.heads} heads, seqlen {o.lengths[0]}, d {o.dim}, {o.dtype}, dropout "
         f"{o.dropout_p}.\n",
@@ -45,7 +42,7 @@ def sections(o: Options, report: Report) -> list[str]:
             report.rows("attention"),
             {"attention": "attention", "GB": "GB, ncu", "model_GB": "GB, model", "ratio": "ncu / model"},
         ),
-        row_table(report.rows("kernels"), kernels | {"written_GB": "GB written"}),
+        row_table(report.rows("kernels"), {"attention": "attention"} | ncu.COLUMNS),
     ]
 
 
