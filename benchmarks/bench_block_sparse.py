@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from bench_gpu_forward import burst, compare
 from harness import RESULTS, backward_of, header, lengths_on_x_axis, table, time_in_turns, write_result
 from matplotlib import pyplot
@@ -46,10 +47,11 @@ def timed(calls: dict[str, Callable[[], object]], given: argparse.Namespace) -> 
 
 def flex_call(heads_first: list[Tensor], mask: BlockMask) -> Callable[[], Tensor]:
     """torch's compiled FlexAttention, with its own choice of stages or, where that takes more shared memory than there
-    is, with two."""
+    is, with two in forward, and else in both."""
+    torch._functorch.config.donated_buffer = False  # or its backward could run but once
     compiled = torch.compile(flex_attention.flex_attention, dynamic=False)
     of_torch = mask.to_flex()
-    for options in ({}, {"num_stages": 2}):
+    for options in ({}, {"fwd_num_stages": 2}, {"num_stages": 2}):
         call = functools.partial(compiled, *heads_first, block_mask=of_torch, kernel_options=options)
         try:
             out = call()
