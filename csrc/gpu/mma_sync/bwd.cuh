@@ -13,6 +13,7 @@
 #include "gpu/mma_sync/bwd_rows.cuh"
 #include "gpu/passes/block_tiles.cuh"
 #include "gpu/tile/epilogue.cuh"
+#include "gpu/tile/split_barrier.cuh"
 
 namespace flash::mma_sync {
 
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   constexpr KernelKey kKey = F::kKey;
   extern __shared__ __align__(1024) uint8_t shared[];
   static __shared__ __align__(16) uint8_t work_bytes[sizeof(BwdWork)];
+  static __shared__ __align__(8) uint8_t barrier_bytes[3 * 8];
   BwdWork& work = *reinterpret_cast<BwdWork*>(work_bytes);
   const uint32_t sK = ptx::shared_address(shared), sV = sK + F::kBytesKV;
   const uint32_t sQ = sV + F::kBytesKV;  // [stage][Q, dO]
@@ -81,45 +83,45 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int key_warp = warp / F::kSplits, split = warp % F::kSplits;
   const int warp_key = key_warp * F::kWarpKeys, warp_row = split * F::kWarpRows;
-  const int dq_row_warp = warp % F::kTile.dq_row_warps, dq_split = warp / F::kTile.dq_row_warps;
+
+  // Each warp goes at its own pace, so that the two of a scheduler are not both without products at the same time. It
+  // meets those that share its keys once a row block, and all others at three barriers with a product between their halves.
+  const uint32_t barriers = ptx::shared_address(barrier_bytes);
+  const SplitBarrier<kKey.arch> ds_there{barriers};              // everybody's dS
+  const SplitBarrier<kKey.arch> rows_there{barriers + 8};        // Q, dO and the numbers of the next row block
+  const SplitBarrier<kKey.arch> last_block_over{barriers + 16};  // nobody reads anything of the last one any more
+  const auto sync_key_warps = [&] { ptx::barrier_sync(1 + key_warp, 32 * F::kSplits); };
 
   if (!start_key_block<F>(p, launch, work, sK, sV)) return;
+  if (threadIdx.x == 0)
+    for (const auto& barrier : {ds_there, rows_there, last_block_over}) barrier.init(F::kWarps);
   __syncthreads();  // `work` is there
 
-  // Where this lane reads and writes, kept: made anew for each row block it is 100 instructions.
+  // Where this lane reads for S and dP, kept. The other places are made anew: there are no registers for them.
   const auto a_kv = F::ReaderKV::rows_first(sK, lane, key_warp * F::kM).kept();
   const auto b_q = F::ReaderQ::columns_first(sQ, lane, split * F::kN / 2).kept();
-  const auto a_scores = F::ReaderScore::rows_first(sP, lane, key_warp * F::kM).kept();
   const auto b_rows =
       (F::kDealt ? F::ReaderQ::dealt_rows_first(sQ, lane, split) : F::ReaderQ::rows_first(sQ, lane, 0, split)).kept();
-  const auto a_dq = F::ReaderScore::columns_first(sdS, lane, 0, dq_row_warp * F::kDqM).kept();
-  const auto b_dq = F::ReaderKV::rows_first(sK, lane, 0, dq_split).kept();
-  const ScoreStore<F> scores{ptx::opaque(ScoreStore<F>::first(sP, warp_key, warp_row, lane))};
   RowStream<F> stream(p, launch, work, sQ, sNumbers);
 
   float rdK[F::kM][F::kO][4] = {}, rdV[F::kM][F::kO][4] = {};
   RowBlockIndex block = stream.first();
-  int stage = 0;
-  if (block.given()) {
-    stream.copy_rows(block, 0);
-    stream.copy_numbers(block, 0);
-  }
+  int stage = 0, parity = 0;
+  stream.copy(block, 0);
+  F::CopyQ::wait();
+  __syncthreads();
 
   // ---- Row blocks of all heads of the group ----
 #pragma unroll 1
   while (block.given()) {
-    F::CopyQ::wait();
-    __syncthreads();  // everybody's Q, dO and numbers are there, and nobody reads the last ones, P and dS any more
-    if (launch.turn_order.taken) next_turn<F>(launch, work, block);
+    if (launch.turn_order.taken) ask_for_turn<F>(launch, work, block);
     const typename F::Table numbers = stream.table(stage);
     const bool is_special = numbers.is_special();
     if (is_special) {
       clear_unseeing_rows<F>(numbers, sQ + stage * 2 * F::kBytesQ);
       __syncthreads();
     }
-    const RowBlockIndex next = stream.after(block);
     const int next_stage = F::kStages == 2 ? stage ^ 1 : 0;
-    if constexpr (F::kStages == 2) stream.copy_numbers(next, next_stage);
 
     const auto fragments = [&] {
       const int here = static_cast<int>(ptx::opaque(lane));  // to be computed where it is needed alone
@@ -131,56 +133,75 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     };
     const auto dropout = draw_dropout<F>(fragments(), p, launch, work);  // first: what it takes is free then
 
-    // Sᵀ = K Qᵀ. Beside it the next Q and dO are asked for; behind the last block of a head, rows that nobody needs.
-    const auto score = [&](float (&r)[F::kM][F::kN][4], const auto& c, int kv_bytes, int q_bytes, const auto& beside) {
+    // Sᵀ = K Qᵀ
+    const auto score = [&](auto& r, const auto& c, int kv_bytes, int q_bytes, int first_block, const auto& beside) {
       const auto b = b_q.behind(stage * 2 * F::kBytesQ);
       add_product<kKey, F::kDepth>(
           r, c, [&](uint32_t (&x)[4], int block, int depth) { a_kv.load(x, block, depth, kv_bytes); },
-          [&](uint32_t (&x)[4], int block, int depth) { b.load(x, block, depth, q_bytes); }, beside);
+          [&](uint32_t (&x)[4], int block, int depth) { b.load(x, first_block + block, depth, q_bytes); }, beside);
     };
-    constexpr int kSteps = F::kDepth * F::kN / 2;
     const Zeros zeros;
-    float rS[F::kM][F::kN][4], rdP[F::kM][F::kN][4];
-    score(rS, zeros, 0, 0, [&](int step) {
-      if (F::kStages == 2 && step == 0) stream.copy_rows(next, next_stage);
-    });
+    float rS[F::kM][F::kN][4];
+    score(rS, zeros, 0, 0, 0, [](int) {});
+    last_block_over.arrive();
 
     // P = exp2(S · c - shift), beside dPᵀ = V dOᵀ, from -delta on; dS = P · (dP - delta)
-    if constexpr (F::kBiased) {
-      score(rdP, zeros, F::kBytesKV, F::kBytesQ, [](int) {});
-      apply_options<F>(rS, rdP, fragments(), is_special, p, launch, work, numbers, dropout);
-    } else {
-      const bool hides = block.m < work.m_full_begin || block.m >= work.m_full_end;
+    const bool hides = !F::kBiased && (block.m < work.m_full_begin || block.m >= work.m_full_end);
+    if constexpr (!F::kBiased) {
       if (is_special) rebase_far<F>(rS, fragments(), numbers, launch);
-      if (hides) replace_unseen<F>(rS, fragments().place, work.visibility, -INFINITY);
-      float minus_deltas[F::kN][4] = {};
-      const auto start = [&](int m, int n) -> const float (&)[4] {
-        if (!F::kDropout && m == 0) numbers.minus_deltas(minus_deltas[n], warp_row + 8 * n, lane);
-        return minus_deltas[n];
-      };
-      float shifts[Pieces<F>::kTiles][2];
-      score(rdP, start, F::kBytesKV, F::kBytesQ, [&](int step) {
-        spread<Pieces<F>::kCount, kSteps / 2>(step - kSteps / 4, [&](int piece) {
-          const Pieces<F> at(piece);
-          if (at.m == 0 && at.half == 0) numbers.shifts(shifts, warp_row + 8 * at.n, lane);
-          exponentiate<F>(rS, shifts, launch.scale * kLog2E<float>, piece);
+      if (hides) replace_unseen(rS, fragments().place, work.visibility, -INFINITY);
+    }
+    const int thread = static_cast<int>(ptx::opaque(threadIdx.x)), here = thread % 32;
+    const ScoreStore<F> scores{ScoreStore<F>::first(sP, thread / (32 * F::kSplits) * F::kWarpKeys,
+                                                    thread / 32 % F::kSplits * F::kWarpRows, here)};
+    constexpr int kParts = F::kScoreParts, kNOfPart = F::kN / kParts, kPieces = Pieces<F>::kCount / kParts;
+    static_for<kParts>([&](auto part) {
+      constexpr int kFirst = part.value * kNOfPart;
+      float rdP[F::kM][kNOfPart][4];
+      if constexpr (F::kBiased) {
+        score(rdP, zeros, F::kBytesKV, F::kBytesQ, 0, [](int) {});
+        apply_options<F>(rS, rdP, fragments(), is_special, p, launch, work, numbers, dropout);
+      } else {
+        float minus_deltas[kNOfPart][4] = {};
+        const auto start = [&](int m, int n) -> const float (&)[4] {
+          if (!F::kDropout && m == 0) numbers.minus_deltas(minus_deltas[n], warp_row + 8 * (kFirst + n), lane);
+          return minus_deltas[n];
+        };
+        float shifts[Pieces<F>::kTiles][2];
+        constexpr int kStepsOfPart = F::kDepth * kNOfPart / 2;
+        score(rdP, start, F::kBytesKV, F::kBytesQ, kFirst / 2, [&](int step) {
+          spread<kPieces, kStepsOfPart / 2>(step - kStepsOfPart / 4, [&](int piece) {
+            const Pieces<F> at(part.value * kPieces + piece);
+            if (at.m == 0 && at.half == 0) numbers.shifts(shifts, warp_row + 8 * at.n, lane);
+            exponentiate<F>(rS, shifts, launch.scale * kLog2E<float>, part.value * kPieces + piece);
+          });
         });
-      });
-      if constexpr (F::kDropout)
-        multiply_and_drop<F>(rdP, rS, fragments(), launch, numbers, dropout);
-      else
-        multiply_by_weights<F>(rdP, rS);
-      if (hides) replace_unseen<F>(rdP, fragments().place, work.visibility, 0);  // dP may be NaN
-    }
+        if constexpr (F::kDropout)
+          multiply_and_drop<F>(rdP, rS, kFirst, fragments(), launch, numbers, dropout);
+        else
+          multiply_by_weights(rdP, rS, kFirst);
+        if (hides) {  // dP may be NaN
+          GradientPlace place = fragments().place;
+          place.query += 8 * kFirst;
+          replace_unseen(rdP, place, work.visibility, 0);
+        }
+      }
+      if constexpr (part.value == 0) last_block_over.wait(parity);
 #pragma unroll
-    for (int piece = 0; piece < Pieces<F>::kCount; ++piece) {
-      scores.store(rS, piece);
-      scores.store(rdP, piece, F::kBytesScore);
-    }
+      for (int piece = part.value * kPieces; piece < (part.value + 1) * kPieces; ++piece) {
+        scores.store(rS, piece);
+        scores.store(rdP, piece, kFirst, F::kBytesScore);
+      }
+    });
     if (launch.turn_order.taken) wait_for_turn<F>(launch, work, block);
-    __syncthreads();  // everybody's P and dS are there, and dQ is this CTA's to add to
+    ds_there.arrive();
+    sync_key_warps();  // their P and dS are there
 
-    // dQ += dS K, of this warp's rows and columns; dV += Pᵀ dO, and beside it dQ is added; dK += dSᵀ Q
+    const RowBlockIndex next = stream.after(block);  // here there are registers for it
+    if constexpr (F::kStages == 2) stream.copy(next, next_stage);
+
+    // dV += Pᵀ dO; dQ += dS K, of this warp's rows and columns; dK += dSᵀ Q, and beside it dQ is added
+    const auto a_scores = F::ReaderScore::rows_first(sP, here, thread / (32 * F::kSplits) * F::kM);
     const auto outer = [&](float (&r)[F::kM][F::kO][4], int score_bytes, int q_bytes, const auto& beside) {
       const auto b = b_rows.behind(stage * 2 * F::kBytesQ);
       add_product<kKey, F::kRows / 16>(
@@ -194,46 +215,61 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           },
           beside);
     };
-    float* dq = launch.dq_sum + int64_t{block.tile} * (F::kRows * F::kHeadDim) + threadIdx.x;
-    float rdQ[F::kDqM][F::kDqN][4];
-    const auto multiply_dq = [&](int part) {
-      const auto b =
-          part == 0 ? b_dq : F::ReaderKV::rows_first(sK, lane, 0, dq_split + part * (F::kDqAtOnce / 16 * F::kDqSplits));
-      add_product<kKey, F::kKeys / 16>(
-          rdQ, zeros, [&](uint32_t (&x)[4], int block, int depth) { a_dq.load_transposed(x, depth, block); },
-          [&](uint32_t (&x)[4], int block, int depth) { b.load_transposed(x, depth, block * F::kDqSplits); },
-          [](int) {});
-    };
-    constexpr int kDqNumbers = F::kDqM * F::kDqN * 4;
-    const auto add_dq = [&](int i) {
-      ptx::add_global(dq + i * F::kThreads, rdQ[i / (F::kDqN * 4)][i / 4 % F::kDqN][i % 4]);
-    };
+    outer(rdV, 0, F::kBytesQ, [](int) {});
+    ds_there.wait(parity);  // and dQ is this CTA's to add to
     if (launch.dq_sum != nullptr) {
+      float rdQ[F::kDqM][F::kDqN][4];
+      constexpr int kNumbers = F::kDqM * F::kDqN * 4;
+      float* dq = launch.dq_sum + int64_t{block.tile} * (F::kRows * F::kHeadDim) + threadIdx.x;
+      const auto add = [&](int i, bool adds) {
+        ptx::add_global_if(adds, dq + i * F::kThreads, rdQ[i / (F::kDqN * 4)][i / 4 % F::kDqN][i % 4]);
+      };
+      const int row_warp = thread / 32 % F::kTile.dq_row_warps, dq_split = thread / 32 / F::kTile.dq_row_warps;
+      const auto a_dq = F::ReaderScore::columns_first(sdS, here, 0, row_warp * F::kDqM);
+      const auto multiply_dq = [&](int part) {
+        const auto b = F::ReaderKV::rows_first(sK, here, 0, dq_split + part * (F::kDqAtOnce / 16 * F::kDqSplits));
+        add_product<kKey, F::kKeys / 16>(
+            rdQ, zeros, [&](uint32_t (&x)[4], int block, int depth) { a_dq.load_transposed(x, depth, block); },
+            [&](uint32_t (&x)[4], int block, int depth) { b.load_transposed(x, depth, block * F::kDqSplits); },
+            [](int) {});
+      };
 #pragma unroll 1
       for (int part = 0; part + 1 < F::kDqParts; ++part) {
         multiply_dq(part);
 #pragma unroll
-        for (int i = 0; i < kDqNumbers; ++i) add_dq(i);
-        dq += kDqNumbers * F::kThreads;
+        for (int i = 0; i < kNumbers; ++i) add(i, true);
+        dq += kNumbers * F::kThreads;
       }
       multiply_dq(F::kDqParts - 1);
-      outer(rdV, 0, F::kBytesQ,
-            [&](int step) { spread<kDqNumbers, F::kRows / 16 * F::kO / 2>(step, [&](int i) { add_dq(i); }); });
+      F::CopyQ::wait();
+      rows_there.arrive();
+      const bool others_wait = launch.turn_order.taken;
+      if (others_wait) {
+#pragma unroll
+        for (int i = 0; i < kNumbers; ++i) add(i, true);
+        __syncthreads();
+        end_turn(launch, block.tile);
+      }
+      outer(rdK, F::kBytesScore, 0,
+            [&](int step) { spread<kNumbers, F::kRows / 16 * F::kO / 2>(step, [&](int i) { add(i, !others_wait); }); });
     } else {
-      outer(rdV, 0, F::kBytesQ, [](int) {});
+      F::CopyQ::wait();
+      rows_there.arrive();
+      outer(rdK, F::kBytesScore, 0, [](int) {});
     }
-    outer(rdK, F::kBytesScore, 0, [](int) {});
-    if constexpr (F::kStages == 1) {
+    if constexpr (F::kStages == 2) {
+      rows_there.wait(parity);
+    } else {
       __syncthreads();  // nobody reads Q, dO and the numbers any more
-      if (next.given()) stream.copy_rows(next, 0);
-      stream.copy_numbers(next, 0);
+      stream.copy(next, 0);
+      F::CopyQ::wait();
+      __syncthreads();
     }
-    block = next, stage = next_stage;
+    block = next, stage = next_stage, parity ^= 1;
   }
 
   F::CopyKV::wait();  // of a CTA that had no row block
   __syncthreads();
-  if (launch.turn_order.taken) end_turn(launch, work);
   store_gradients<F>(p, launch, work, rdK, rdV, sK, sV);
 }
 
@@ -316,7 +352,7 @@ int launch_bwd_tile(const BwdParams& params, const BwdLaunch& launch, void* give
     constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim);
     const auto kernel =
         bwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, F::kTile.ctas>;
-    static_assert(sizeof(BwdWork) <= kStaticShared);
+    static_assert(sizeof(BwdWork) + 3 * 8 <= kStaticShared);
     static std::atomic<uint64_t> allowed{0};
     if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
       return error;

@@ -54,11 +54,13 @@ struct ScoreStore {
            (F::kDealt ? 0 : lane % 4 * 4);
   }
 
-  __device__ __forceinline__ void store(const float (&r)[F::kM][F::kN][4], int piece, int bytes = 0) const {
+  // `first`: the n8 tile that r begins with.
+  template <int kN>
+  __device__ __forceinline__ void store(const float (&r)[F::kM][kN][4], int piece, int first = 0, int bytes = 0) const {
     const Pieces<F> at(piece);
     const uint32_t target = Layout::template moved<F::kKeys>(address, 16 * at.m + 8 * at.half, at.n) + bytes;
     const auto pair = [&](int n) {
-      const float (&x)[4] = r[at.m][at.n + n];
+      const float (&x)[4] = r[at.m][at.n - first + n];
       return ptx::pack<F::kKey.dtype>(x[2 * at.half], x[2 * at.half + 1]);
     };
     if constexpr (F::kDealt)
@@ -87,18 +89,18 @@ __device__ __forceinline__ void rebase_far(float (&rS)[F::kM][F::kN][4], const G
 }
 
 // `value` where a query does not see a key.
-template <class F>
-__device__ __forceinline__ void replace_unseen(float (&r)[F::kM][F::kN][4], const GradientPlace& place,
+template <int kM, int kN>
+__device__ __forceinline__ void replace_unseen(float (&r)[kM][kN][4], const GradientPlace& place,
                                                const Visibility& visibility, float value) {
   const DiagonalInterval diagonal(visibility, place.query);
   // A step down and a step to the left are the same to a diagonal: one number says where an element lies.
   const auto seen = static_cast<uint32_t>(max(0, diagonal.end - diagonal.begin));
   const int first = diagonal.end - place.key - 1;
 #pragma unroll
-  for (int i = 0; i < F::kM * 2; ++i) {
+  for (int i = 0; i < kM * 2; ++i) {
     const bool is_key = place.key + 8 * i < place.keys;
 #pragma unroll
-    for (int n = 0; n < F::kN; ++n)
+    for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int column = 0; column < 2; ++column)
         if (!is_key || static_cast<uint32_t>(first + 8 * n + column - 8 * i) >= seen)
@@ -118,28 +120,29 @@ __device__ __forceinline__ void exponentiate(float (&rS)[F::kM][F::kN][4], const
   }
 }
 
-// dS = P · (dP - delta), of P and dP - delta.
-template <class F>
-__device__ __forceinline__ void multiply_by_weights(float (&rdP)[F::kM][F::kN][4], const float (&rP)[F::kM][F::kN][4]) {
+// dS = P · (dP - delta), of P and dP - delta; P's n8 tiles from `first` on.
+template <int kM, int kN, int kNOfP>
+__device__ __forceinline__ void multiply_by_weights(float (&rdP)[kM][kN][4], const float (&rP)[kM][kNOfP][4],
+                                                    int first) {
 #pragma unroll
-  for (int i = 0; i < F::kM * F::kN * 4; ++i)
-    rdP[i / (F::kN * 4)][i / 4 % F::kN][i % 4] *= rP[i / (F::kN * 4)][i / 4 % F::kN][i % 4];
+  for (int i = 0; i < kM * kN * 4; ++i)
+    rdP[i / (kN * 4)][i / 4 % kN][i % 4] *= rP[i / (kN * 4)][first + i / 4 % kN][i % 4];
 }
 
 // The same with dropout, of P and dP: both are dropped, P without dropout's factor, which dV gets in the end.
-template <class F>
-__device__ __forceinline__ void multiply_and_drop(float (&rdP)[F::kM][F::kN][4], float (&rP)[F::kM][F::kN][4],
+template <class F, int kN>
+__device__ __forceinline__ void multiply_and_drop(float (&rdP)[F::kM][kN][4], float (&rP)[F::kM][F::kN][4], int first,
                                                   const GradientTile& tile, const BwdLaunch& launch,
                                                   const typename F::Table& numbers,
                                                   const GradientDropout<F::kM, F::kN>& dropout) {
 #pragma unroll
-  for (int n = 0; n < F::kN; ++n) {
+  for (int n = 0; n < kN; ++n) {
     float minus_deltas[4];
-    numbers.minus_deltas(minus_deltas, tile.first_row + 8 * n, tile.lane);
+    numbers.minus_deltas(minus_deltas, tile.first_row + 8 * (first + n), tile.lane);
 #pragma unroll
     for (int i = 0; i < F::kM * 4; ++i) {
-      float &weight = rP[i / 4][n][i % 4], &dp = rdP[i / 4][n][i % 4];
-      const bool kept = dropout.keeps(i / 4, n, i % 4);
+      float &weight = rP[i / 4][first + n][i % 4], &dp = rdP[i / 4][n][i % 4];
+      const bool kept = dropout.keeps(i / 4, first + n, i % 4);
       dp = weight * fmaf(kept ? dp : 0.f, launch.keep_scale, minus_deltas[i % 4]);
       if (!kept) weight = 0;
     }

@@ -23,19 +23,12 @@ struct RowStream {
   const BwdParams& p;
   const BwdLaunch& launch;
   BwdWork& work;
-  uint32_t target;           // this thread's first place in stage 0 of Q
-  uint32_t numbers;          // stage 0 of QueryTable
-  const uint16_t *q, *dout;  // this thread's first rows of the block to be copied next
+  uint32_t target;   // this thread's first place in stage 0 of Q
+  uint32_t numbers;  // stage 0 of QueryTable
 
   __device__ __forceinline__ RowStream(const BwdParams& params, const BwdLaunch& of_call, BwdWork& of_cta, uint32_t sQ,
                                        uint32_t sNumbers)
-      : p(params),
-        launch(of_call),
-        work(of_cta),
-        target(ptx::opaque(F::CopyQ::first_target(sQ))),
-        numbers(sNumbers),
-        q(nullptr),
-        dout(nullptr) {}
+      : p(params), launch(of_call), work(of_cta), target(ptx::opaque(F::CopyQ::first_target(sQ))), numbers(sNumbers) {}
 
   __device__ __forceinline__ typename F::Table table(int stage) const {
     return {numbers + stage * F::Table::kFloats * 4};
@@ -43,10 +36,9 @@ struct RowStream {
 
   __device__ __forceinline__ RowBlockIndex first() {
     RowBlockIndex block{work.first_head, work.m_begin < work.m_end ? work.m_begin : -1, 0};
-    if (F::kTile.takes_blocks && launch.tiles.steps != nullptr && block.given()) block = visited(block);
     if (block.given()) {
-      jump(block);
-      store_dropout_stream(block.head);
+      if (F::kTile.takes_blocks && launch.tiles.steps != nullptr) block = visited(block);
+      enter(block);
     }
     return block;
   }
@@ -54,15 +46,10 @@ struct RowStream {
     RowBlockIndex next{block.head, block.m + 1, block.tile + 1};
     if (F::kTile.takes_blocks && launch.tiles.steps != nullptr) {
       next = visited(next);
-      if (next.given()) jump(next);
-      return next;
-    }
-    if (next.m == work.m_end) {
+      enter(next);
+    } else if (next.m == work.m_end) {
       next.m = ++next.head == work.end_head ? -1 : work.m_begin;
-      if (next.given()) {
-        jump(next);
-        store_dropout_stream(next.head);
-      }
+      enter(next);
     }
     return next;
   }
@@ -74,37 +61,32 @@ struct RowStream {
       if (++block.head == work.end_head) return {block.head, -1, 0};
     }
   }
-  // Others may still read that of the head before.
-  __device__ __forceinline__ void store_dropout_stream(int head) {
+  // What a block has that is not simply the next. Others may still read the stream of the head before.
+  __device__ __forceinline__ void enter(RowBlockIndex& block) {
+    if (!block.given()) return;
+    block.tile = static_cast<int>(block.head * launch.all_tiles + work.first_tile) + block.m;
     if constexpr (F::kDropout)
       if (threadIdx.x == 0 && p.dropout.given())
-        work.streams[(head - work.first_head) % 2] = dropout_stream(p.dropout.seed, work.sequence.index, head);
-  }
-  __device__ __forceinline__ void jump(RowBlockIndex& block) {
-    const Rows& rows = work.sequence.q;
-    const int64_t first = block.m * F::kRows, head = block.head;
-    block.tile = static_cast<int>(head * launch.all_tiles + work.first_tile) + block.m;
-    q = F::CopyQ::first_source(first_row_of(p.q, rows, head) + first * p.q.row_stride, p.q.row_stride);
-    dout = F::CopyQ::first_source(first_row_of(p.dout, rows, head) + first * p.dout.row_stride, p.dout.row_stride);
+        work.streams[(block.head - work.first_head) % 2] =
+            dropout_stream(p.dropout.seed, work.sequence.index, block.head);
   }
 
-  // Q and dO of a block, which must be the one after the last copied or jumped to. Of none: rows that are not there.
-  __device__ __forceinline__ void copy_rows(const RowBlockIndex& block, int stage) {
-    const auto copy = [&](const uint16_t*& from, uint32_t bytes, int64_t stride, int64_t dim, bool vectorised) {
-      typename F::CopyQ part(target + stage * 2 * F::kBytesQ + bytes, {from, stride, static_cast<int>(dim), vectorised},
-                             block.m * F::kRows, work.rows);
-      part.copy_all();
-      from = part.from;
-    };
-    copy(q, 0, p.q.row_stride, p.dim, launch.vectorised_qk);
-    copy(dout, F::kBytesQ, p.dout.row_stride, p.dim_v, launch.vectorised_dout);
-  }
-  __device__ __forceinline__ void copy_numbers(const RowBlockIndex& block, int stage) const {
+  // Q, dO and the numbers of a block.
+  __device__ __forceinline__ void copy(const RowBlockIndex& block, int stage) const {
     if (!block.given()) return;
+    const uint32_t thread = ptx::opaque(threadIdx.x);  // what follows from it is not to be kept
+    const auto copy = [&](const Operand& x, uint32_t bytes, int64_t dim, bool vectorised) {
+      const HeadRows rows{first_row_of(x, work.sequence.q, block.head), x.row_stride, static_cast<int>(dim),
+                          vectorised};
+      typename F::CopyQ(target + stage * 2 * F::kBytesQ + bytes, rows, block.m * F::kRows, work.rows, thread)
+          .copy_all();
+    };
+    copy(p.q, 0, p.dim, launch.vectorised_qk);
+    copy(p.dout, F::kBytesQ, p.dim_v, launch.vectorised_dout);
     const float* from = launch.numbers + int64_t{block.tile} * F::Table::kFloats;
 #pragma unroll
     for (int first = 0; first < F::Table::kFloats / 4; first += F::kThreads)
-      if (const int i = first + static_cast<int>(threadIdx.x); i < F::Table::kFloats / 4)
+      if (const int i = first + static_cast<int>(thread); i < F::Table::kFloats / 4)
         copy_16<F::kKey.arch>(table(stage).shared + 16 * i, from + 4 * i);
   }
 };
@@ -133,15 +115,9 @@ __device__ __forceinline__ int turn_at(const BwdWork& work, const RowBlockIndex&
   const Range rows{int64_t{block.m} * F::kRows, min(work.rows, (block.m + 1) * F::kRows)};
   return TurnOrder::turn(work.visibility, rows, work.n, F::kKeys);
 }
-// After a barrier that comes when all threads have added to the last row block.
-__device__ __forceinline__ void end_turn(const BwdLaunch& launch, const BwdWork& work) {
-  if (threadIdx.x == 0 && work.added >= 0) ptx::add_release(launch.turns + work.added, 1);
-}
-// The same, and the next row block is `block`.
+// Whether it is this CTA's turn at `block` already.
 template <class F>
-__device__ __forceinline__ void next_turn(const BwdLaunch& launch, BwdWork& work, const RowBlockIndex& block) {
-  end_turn(launch, work);
-  if (threadIdx.x == 0) work.added = block.tile;
+__device__ __forceinline__ void ask_for_turn(const BwdLaunch& launch, BwdWork& work, const RowBlockIndex& block) {
   if (threadIdx.x == kTurnTaker)
     work.has_turn = ptx::load_acquire(launch.turns + block.tile) == turn_at<F>(work, block);
 }
@@ -153,6 +129,10 @@ __device__ __forceinline__ void wait_for_turn(const BwdLaunch& launch, const Bwd
   const int turn = turn_at<F>(work, block);
   while (ptx::load_acquire(launch.turns + block.tile) != turn) {
   }
+}
+// After a barrier that comes when all threads have added to row block `tile`; -1: there was none.
+__device__ __forceinline__ void end_turn(const BwdLaunch& launch, int tile) {
+  if (threadIdx.x == 0 && tile >= 0) ptx::add_release(launch.turns + tile, 1);
 }
 
 }  // namespace flash::mma_sync

@@ -42,10 +42,13 @@ struct Bwd {
   using ReaderScore = BlockReader<kKeys, kRows, kPeriod>;  // of Pᵀ, dSᵀ
   static constexpr bool kDropout = kKey.variant >= Variant::dropout;
   static constexpr bool kBiased = kKey.variant == Variant::biased;
+  // dP is made, and P and dS with it, of this many parts of a warp's rows: 32 of them at most leave registers.
+  static constexpr int kScoreParts = kBiased ? 1 : (kN + 3) / 4;
   using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads, kBiased, kPeriod>;
   using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased, kPeriod>;
   static_assert(kWarpKeys % 16 == 0 && kWarpRows % 16 == 0 && kColumns % 16 == 0 && kDqRows % 16 == 0 &&
                 kDqColumns % kDqAtOnce == 0 && kRows % CopyQ::kStep == 0 && kTile.table_floats() == Table::kFloats);
+  static_assert(kN % (2 * kScoreParts) == 0);
   // Panels::moved goes on by exclusive or from where a part begins.
   static_assert(kDqParts == 1 || std::has_single_bit(static_cast<unsigned>(kDqAtOnce * kDqSplits)));
 };
@@ -55,12 +58,11 @@ struct BwdWork {
   Sequence sequence;
   Visibility visibility;
   int64_t batch, head_k;
-  int64_t first_tile;        // of head 0 in dq_sum
-  int n, keys, rows;         // the key block; of the sequence
-  int first_head, end_head;  // that read this key head
-  int added;           // the last row block of dQ that this CTA has added to, as an index into launch.turns; -1: none
-  bool has_turn;       // for the next one
-  int m_begin, m_end;  // row blocks that see one of the keys
+  int64_t first_tile;            // of head 0 in dq_sum
+  int n, keys, rows;             // the key block; of the sequence
+  int first_head, end_head;      // that read this key head
+  bool has_turn;                 // to add to dQ of the row block at hand
+  int m_begin, m_end;            // row blocks that see one of the keys
   int m_full_begin, m_full_end;  // those in which every row sees all of them
   int seen_begin, seen_end;
   DropoutStream streams[2];  // of even and of odd heads of the group
@@ -82,7 +84,6 @@ __device__ __forceinline__ BwdWork make_bwd_work(const BwdParams& p, const BwdLa
   work.m_full_begin = static_cast<int>(divide_up(full.begin, F::kRows));
   // What is behind the last row sees nothing, whatever its mask says.
   work.m_full_end = static_cast<int>(full.end == work.rows ? divide_up(full.end, F::kRows) : full.end / F::kRows);
-  work.added = -1;
   work.seen_begin = static_cast<int>(seen.begin);
   work.seen_end = static_cast<int>(seen.end);
   work.first_head = static_cast<int>(tile.head * launch.group);

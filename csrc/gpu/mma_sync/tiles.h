@@ -101,6 +101,7 @@ constexpr BwdTiles bwd_tiles(KernelKey key) {
     return {{{32, 16, 2, 1, 1, 1, 1, takes_blocks}}};
   }
   if (key.head_dim <= 64) {
+    if (key.variant == Variant::dropout) return {{{128, 128, 8, 4, 4, 2}, {64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
     if (key.variant >= Variant::dropout) return {{{64, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}}};
     constexpr BwdTile kOfDropout{64, 128, 8, 4, 4, 2}, kMoreRows{128, 64, 4, 2, 4, 1, 2};
     return {{{128, 128, 8, 4, 4, 2}, {64, 64, 4, 2, 2, 2}, kOfDropout, kMoreRows}};

@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(kRowThreads) numbers_kernel(const __grid_const
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        sum[i] = product(a[i].x, b[i].x) + product(a[i].y, b[i].y) + (product(a[i].z, b[i].z) + product(a[i].w, b[i].w));
+        sum[i] =
+            product(a[i].x, b[i].x) + product(a[i].y, b[i].y) + (product(a[i].z, b[i].z) + product(a[i].w, b[i].w));
     } else {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {

@@ -1,4 +1,5 @@
-// Barriers in shared memory that count arrivals and bytes: what a copy that nobody executes can arrive at. sm_90.
+// Barriers in shared memory that count arrivals and, on sm_90, bytes: what a copy that nobody executes can arrive at.
+// sm_80.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,11 @@ __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, int 
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{.reg .pred p;\n"
-      "again_%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+#if __CUDA_ARCH__ >= 900
+      "again_%=: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"  // sleeps meanwhile
+#else
+      "again_%=: mbarrier.test_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+#endif
       "@!p bra again_%=;}" ::"r"(barrier),
       "r"(parity)
       : "memory");

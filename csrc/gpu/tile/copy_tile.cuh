@@ -56,20 +56,16 @@ struct TileCopy {
     vectorised = head.vectorised;
   }
 
-  // The same of a tile whose rows are all wanted but those from `end` on, by a thread that has kept first_target(tile)
-  // and the head's data from its first_source on.
-  __device__ __forceinline__ TileCopy(uint32_t kept_target, const HeadRows& kept, int first, int end)
-      : from(kept.data),
+  // The same of a tile whose rows are all wanted but those from `end` on, by a thread that has kept first_target(tile).
+  __device__ __forceinline__ TileCopy(uint32_t kept_target, const HeadRows& head, int first, int end, uint32_t thread)
+      : from(head.data + (first + thread / Layout::kChunks) * head.row_stride + thread % Layout::kChunks * 8),
         target(kept_target),
-        step(kStep * kept.row_stride),
-        place(first + threadIdx.x / Layout::kChunks),
+        step(kStep * head.row_stride),
+        place(first + thread / Layout::kChunks),
         places(end),
-        columns(kept.dim - static_cast<int>(threadIdx.x % Layout::kChunks) * 8),
-        vectorised(kept.vectorised) {}
+        columns(head.dim - static_cast<int>(thread % Layout::kChunks) * 8),
+        vectorised(head.vectorised) {}
 
-  static __device__ __forceinline__ const uint16_t* first_source(const uint16_t* tile, int64_t row_stride) {
-    return tile + threadIdx.x / Layout::kChunks * row_stride + threadIdx.x % Layout::kChunks * 8;
-  }
   static __device__ __forceinline__ uint32_t first_target(uint32_t tile) {
     return tile + Layout::offset(threadIdx.x / Layout::kChunks, threadIdx.x % Layout::kChunks);
   }
