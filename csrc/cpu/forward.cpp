@@ -190,7 +190,7 @@ class ForwardPass {
     const Rows& q = head.sequence.q;
     const int64_t panels = divide_up(rows.size(), kLanes), out_panel = round_up(p_.dim_v, kLanes) * kLanes;
     Arithmetic::pack_queries(p_.dtype, p_.q, p_.q.offset(q.batch, head.head, q.first() + rows.begin), rows.size(),
-                             p_.dim, p_.score.scale, panels, buffers.q_lanes);
+                             p_.dim, Arithmetic::query_scale(p_), panels, buffers.q_lanes);
     std::fill(buffers.row_max, buffers.row_max + panels * kLanes, -INFINITY);
     std::fill(buffers.row_sum, buffers.row_sum + panels * kLanes, Real(0));
 
@@ -257,7 +257,8 @@ class ForwardPass {
     const Keys k = keys_of(unit, n, part.key_range()), v = values_of(unit, n, part.key_range());
     if (!Arithmetic::scores_to_weights(p_, head, part, is_clean, size_, k, buffers.q_lanes, buffers.row_max,
                                        buffers.row_sum, buffers.weights)) {
-      Arithmetic::scores(k, size_, part.keys, p_.dim, buffers.q_lanes, panels, buffers.scores, size_.panel_elements());
+      Arithmetic::scores(Arithmetic::product_scale(p_), k, size_, part.keys, p_.dim, buffers.q_lanes, panels,
+                         buffers.scores, size_.panel_elements());
       for (int64_t panel = 0; panel < panels; ++panel) softmax(head, part.panel(panel), panel, is_first, buffers);
     }
     if (p_.dropout.given())

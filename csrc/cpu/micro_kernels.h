@@ -23,7 +23,7 @@ struct RowOperand {
   int64_t block_stride, row_stride, depth_stride, panel_stride;
 };
 
-// C (+)= A · B.
+// C = A · B or C + A · B, times `factor`.
 //   B(k, panel, lane) = b[panel · b_panel_stride + k · b_stride + lane],   C(row, panel, lane) alike
 template <class Real>
 struct Product {
@@ -34,6 +34,7 @@ struct Product {
   Real* c;
   int64_t c_stride, c_panel_stride;
   bool accumulate;
+  Real factor = 1;
 };
 
 // One step of the online softmax over the scores of one panel (paper, Algorithm 1, lines 10 to 12): updates the running
