@@ -276,6 +276,27 @@ def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: li
     }  # fmt: skip
 
 
+def lse_rounding(lse: Tensor, sink: Tensor | None, options: Options, records: list) -> float:
+    """The rounding error that LSE cannot escape where it is near 0: an ulp of each number that it is made from.
+
+    LSE = R + ln ℓ with R near m, the largest logit, and ℓ = Σ exp(S − R). What is stored has relative errors of its
+    own, up to an ulp: R(1 + δ1), ℓ(1 + δ2) (exp and the sum round, even if one term is all there is) and
+    (ln ℓ)(1 + δ3), |δi| ≤ eps. As ln(ℓ(1 + δ2)) ≈ ln ℓ + δ2, together |R|·δ1 + δ2 + ln ℓ·δ3: an absolute error of up
+    to eps·(|R| + 1 + ln ℓ), however small their sum is. (Only that of R + ln ℓ itself is relative to LSE.)
+    """
+    varlen, worst = options.cu_seqlens_q is not None, 0.0
+    for s, p in records:
+        where = (slice(None), *s.where_q) if varlen else (s.where_q[0], slice(None), s.where_q[1])
+        rows = lse[where]
+        largest = torch.cat([p, p.new_zeros(*p.shape[:-1], 1)], -1).amax(-1)  # of P: exp(m − LSE) = 1 / ℓ
+        if sink is not None:
+            largest = torch.maximum(largest, torch.exp(sink.detach().double()[:, None] - rows))
+        log_sum = -torch.log(largest)
+        sizes = ((rows - log_sum).abs() + 1 + log_sum)[torch.isfinite(rows)]
+        worst = max(worst, float(sizes.max()) if sizes.numel() else 0.0)
+    return worst
+
+
 def _maximum_error(x: Tensor, y: Tensor) -> float:
     """max |x − y| over the places where y is finite (0 for none)."""
     finite = torch.isfinite(y)

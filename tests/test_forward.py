@@ -62,6 +62,10 @@ CASES = [
     # data and strides
     *(Case(data=d, dtype=t, seqlen_q=65, seqlen_k=129, dim=64, dim_v=64) for d in cases.DATA[1:]
       for t in (torch.float32, BF16, HALF)),
+    # LSE near 0, where an ulp of the sum is more than one of LSE
+    *(Case(batch=1, heads=1, heads_k=1, seqlen_q=n, seqlen_k=m, dim=4, dim_v=2, dtype=BF16, causal=True, mask=p,
+           varlen=not p, seed=s)
+      for n, m, p, s in ((1, 5, "", 1900755083), (2, 2, "bh1k", 121575541))),
     # large terms of q·k that cancel beside a softcap, which leaves no large logit to compare with
     *(Case(batch=3, heads=4, heads_k=2, seqlen_q=65, seqlen_k=16, dim=24, dim_v=24, causal=True, window=(3, 64),
            softcap=3.0, data="outliers", seed=s) for s in (35, 74)),
@@ -288,6 +292,14 @@ def test_oracle_itself():
     torch.testing.assert_close(
         oracle.attention(q, k[:, :17], v[:, :17], options=Options(causal=True))[0], causal, rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize(("sink", "most"), ((False, 1.01), (True, 1 + 2 * 3)))
+def test_an_lse_near_0_is_good_to_an_ulp_of_its_parts(sink, most):
+    """Beside LSE ≈ 0 the bound is an ulp of 1 (of the sum under the logarithm), and not much more."""
+    case = Case(batch=1, heads=1, heads_k=1, seqlen_q=1, seqlen_k=1, dim=1, dim_v=1, scale=1e-3, sink=sink)
+    eps = torch.finfo(torch.float32).eps
+    assert eps <= cases.expected(case).unavoidable["lse"] <= most * eps
 
 
 def test_comparison_sees_nan_and_errors():
