@@ -298,9 +298,14 @@ class MainPass {
     const Range rows = rows_of_tile(unit, t);
     const Rows& q = unit.sequence->q;
     const int64_t head = unit.head_k * p_.group() + t / unit.query_blocks;
-    Real scale[kLanes];
-    std::fill(scale, scale + kLanes, static_cast<Real>(p_.score.scale));
     for (int64_t first = 0; first < rows.size(); first += kLanes, sum += panel_reals) {
+      Real scale[kLanes];  // 0 in rows that see nothing: a key's NaN reaches all rows of a product
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t row = std::min(first + lane, rows.size() - 1);
+        const int64_t at = p_.log2_sum.offset(q.batch, head, q.first() + rows.begin + row);
+        scale[lane] =
+            std::isinf(static_cast<const Real*>(p_.log2_sum.data)[at]) ? Real(0) : static_cast<Real>(p_.score.scale);
+      }
       Arithmetic::store_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin + first),
                               std::min(kLanes, rows.size() - first), p_.dim, scale, sum);
     }

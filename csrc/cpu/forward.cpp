@@ -325,6 +325,7 @@ class ForwardPass {
     std::fill(factor + rows.size(), factor + round_up(rows.size(), kLanes), Real(0));
     for (int64_t r = 0; r < rows.size(); ++r) {
       Real row_max = buffers.row_max[r], row_sum = buffers.row_sum[r], scale = 1;
+      const bool sees_key = row_sum != 0;
       if (p_.sink != nullptr) {
         const Merge<Real> with_sink = merge(row_max, static_cast<const Real*>(p_.sink)[head.head]);
         row_max = with_sink.row_max;
@@ -332,13 +333,14 @@ class ForwardPass {
         scale = with_sink.scale_a;
       }
       factor[r] = row_sum == 0 ? Real(0) : scale * keep_scale / row_sum;
-      const RowStatistics<Real> statistics = make_statistics(row_max, row_sum);
+      RowStatistics<Real> statistics = make_statistics(row_max, row_sum);
       const auto write = [&](const RowArray& array, Real x) {
         static_cast<Real*>(array.data)[array.offset(q.batch, head.head, q.first() + rows.begin + r)] = x;
       };
+      write(p_.lse, log_sum_exp(statistics));
+      if (!sees_key && row_sum != 0) statistics.log2_sum = INFINITY;
       write(p_.reference, statistics.reference);
       write(p_.log2_sum, statistics.log2_sum);
-      write(p_.lse, log_sum_exp(statistics));
     }
     Real* out = buffers.out_lanes;
     for (int64_t first = 0; first < rows.size(); first += kLanes, out += round_up(p_.dim_v, kLanes) * kLanes) {

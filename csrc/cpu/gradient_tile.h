@@ -85,7 +85,7 @@ struct GradientTile {
           is_row ? RowStatistics<Real>{read(p.reference, r), read(p.log2_sum, r)} : RowStatistics<Real>{};
       reference[r] = row.reference;
       log2_sum[r] = log2_sum_for_backward(row);
-      delta[r] = is_row ? read(deltas, r) : Real(0);
+      delta[r] = is_row && !is_empty(r) ? read(deltas, r) : Real(0);
       any_empty |= is_row && is_empty(r);
     }
     const auto source = [&](const Operand& x, int64_t dim, uint8_t* copy) -> Source {
@@ -176,7 +176,7 @@ struct GradientTile {
     if (p.dropout.given()) micro_kernels<Real>().drop(keep, panel.keys, s);
     if (capped) {
       Real* x = derivative + at;
-      for (int64_t i = 0; i < elements; ++i) x[i] *= ds[i];
+      for (int64_t i = 0; i < elements; ++i) x[i] = ds[i] == 0 ? Real(0) : x[i] * ds[i];
     }
     if (only_dlogits) return;
     Arithmetic::store_gradients(index, panel.keys, s, capped ? derivative + at : ds, operands, size);

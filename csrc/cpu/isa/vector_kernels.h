@@ -227,7 +227,8 @@ struct Vectors {
       for (int64_t at = lane; at < t.keys * kLanes; at += kLanes) {
         const Vector p = exp<true>(load(t.scores + at) - reference) * inverse_sum;
         store(t.scores + at, p);
-        store(t.gradients + at, p * (load(t.gradients + at) * keep_scale - delta));
+        const Vector difference = load(t.gradients + at) * keep_scale - delta;
+        store(t.gradients + at, select(p == Vector{}, Vector{}, p * difference));
       }
     }
   }
