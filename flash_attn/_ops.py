@@ -103,7 +103,7 @@ def is_available(backend: str = "cpu") -> Availability:
     Raises:
         ValueError: for any other name.
     """
-    if backend not in AVAILABILITY:
+    if not isinstance(backend, str) or backend not in AVAILABILITY:
         raise ValueError(f"backend must be cpu, mma_sync, wgmma or reference; got {backend!r}")
     return AVAILABILITY[backend]
 
