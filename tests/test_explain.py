@@ -112,6 +112,26 @@ def test_computes_nothing_and_draws_no_seed():
     assert found.forward_workspace_bytes < 1 << 34
 
 
+def test_plans_of_any_size():
+    """A plan takes no time and no memory that grow with the call, and refuses what is no size of a call."""
+    plan = torch.ops.flash_attn.cpu_plan
+    for sizes in (
+        (1, 1, 1, 2**40, 2**40, 64, 64), (2**24, 8, 8, 16, 16, 64, 64), (1, 2**24, 2**24, 16, 16, 64, 64),
+        (2**30, 8, 2, 16, 3, 8, 8), (2**36, 1, 1, 0, 0, 8, 8),
+    ):  # fmt: skip
+        numbers, _ = plan(1, *sizes, False, False)
+        assert all(x >= 0 for x in numbers.tolist())
+    of_three, of_many = (plan(1, n, 2, 2, 300, 300, 64, 64, False, False)[0].tolist() for n in (3, 2**20))
+    assert of_three[1:3] == of_many[1:3] and of_three[3] <= of_many[3] <= 2 * of_three[3] + 2**24
+    for sizes, words in (
+        ((-1, 1, 1, 1, 1, 1, 1), "at least 0"), ((1, 1, 1, 1, -(2**62), 1, 1), "at least 0"),
+        ((1, 3, 2, 1, 1, 1, 1), "must divide"), ((1, 3, 0, 1, 1, 1, 1), "must divide"),
+        ((2**62, 8, 8, 1, 1, 1, 1), "too many"), ((1, 1, 1, 2**62, 2**62, 1, 1), "too many"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=words):
+            plan(1, *sizes, False, False)
+
+
 def test_is_a_value():
     """Two equal calls, equal answers; the fields cannot be set."""
     found = explain(*qkv())

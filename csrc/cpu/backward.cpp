@@ -70,12 +70,18 @@ class MainPass {
     }
   }
 
-  // Of the first wave, with all three gradients wanted.
-  int64_t workspace_reals() {
-    fill_wave(0);
-    const int64_t slots = static_cast<int64_t>(chunks_.size()) * slots_per_chunk_ * slot_reals();
-    return pool_.threads * WorkerBuffers(nullptr, *this).reals + slots +
-           accumulator_rows_ * (dim_lanes_ + dim_v_lanes_);
+  // Of the first wave, with all three gradients wanted, where all sequences are alike (as ForwardPass::plan).
+  int64_t workspace_reals() const {
+    int64_t of_wave = 0;
+    if (const int64_t units = all_units(); units > 0) {
+      const Sequence& s = sequences_.all.front();
+      const int64_t chunks = divide_up(s.k.length, chunk_keys_);
+      const int64_t tiles = divide_up(s.q.length, size_.rows) * p_.group();
+      const int64_t wave = chunks == 0 ? units : std::min(units, divide_up(enough_chunks(), chunks));
+      of_wave = wave * (chunks * std::min(tiles, phase_tiles_) * slot_reals() +
+                        padded(s.k.length) * (dim_lanes_ + dim_v_lanes_));
+    }
+    return pool_.threads * WorkerBuffers(nullptr, *this).reals + of_wave;
   }
 
  private:
@@ -104,15 +110,15 @@ class MainPass {
   static int64_t padded(int64_t keys) { return round_up(keys, Arithmetic::kKeyPad); }
   int64_t slot_reals() const { return round_up(p_.dim, kLanes) * size_.rows; }
 
-  int64_t all_units() const { return p_.heads == 0 ? 0 : static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
+  int64_t all_units() const { return p_.heads == 0 ? 0 : sequences_.count * p_.heads_k; }
+  int64_t enough_chunks() const { return 8 * pool_.threads; }
 
   // Takes units from `unit` on; returns the first of the next wave.
   int64_t fill_wave(int64_t unit) {
     units_.clear();
     chunks_.clear();
     accumulator_rows_ = slots_per_chunk_ = 0;
-    const int64_t enough_chunks = 8 * pool_.threads;
-    while (unit < all_units() && static_cast<int64_t>(chunks_.size()) < enough_chunks) add_unit(unit++);
+    while (unit < all_units() && static_cast<int64_t>(chunks_.size()) < enough_chunks()) add_unit(unit++);
     return unit;
   }
 
@@ -366,7 +372,7 @@ template <class Real>
 int64_t backward_workspace_bytes(const AttentionParams& shape, const ThreadPool& pool) {
   BwdParams p;
   static_cast<AttentionParams&>(p) = shape;
-  const Sequences sequences(p);
+  const Sequences sequences = Sequences::of_plan(p);
   const int64_t deltas = p.batch * p.heads * sequences.longest_q;
   int64_t reals = deltas;
   with_arithmetic(p, [&](auto arithmetic) {
