@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch._subclasses.fake_tensor import is_fake
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flash_attn import _ops, autograd, checks
 from flash_attn.block_mask import BlockMask, lists_of
@@ -29,6 +30,24 @@ def refuse(name: str, value: object | None, why: str) -> None:
 def contents_can_be_read(q: Tensor) -> bool:
     """Not while torch traces or transforms the call: then the op checks, when it runs."""
     return not (q.device.type == "meta" or is_compiling() or torch._C._are_functorch_transforms_active())
+
+
+def has_contents(q: Tensor, problem: Problem) -> bool:
+    """Not meta and fake tensors."""
+    return not any(x is not None and (x.device.type == "meta" or is_fake(x)) for x in (q, *problem.tensors()))
+
+
+_READS_LENGTHS = 'backend="reference" reads cu_seqlens, seqused and leftpad on the host, and there is nothing to read'
+
+
+def require_contents(q: Tensor, problem: Problem) -> None:
+    """What the reference backend needs of lengths. Without fullgraph, torch.compile leaves its graph here."""
+    if is_dynamo_compiling():
+        torch._dynamo.graph_break(
+            msg=f"{_READS_LENGTHS} while torch.compile traces: the other backends can be compiled"
+        )
+    elif not has_contents(q, problem):
+        raise NotImplementedError(f"{_READS_LENGTHS} in meta and fake tensors: the other backends take them")
 
 
 def is_reachable(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -222,11 +241,13 @@ def attention(
     asked, backend = backend, choose_backend(backend, q, k, v, problem, bias)
     if asked in _ops.FAMILIES:
         problem = problem._replace(family=_ops.FAMILIES[asked])
-    reads_on_host = backend == "reference" or (backend == "cpu" and problem.drops)
-    if problem.has_lengths and reads_on_host and contents_can_be_read(q):
+    if problem.has_lengths and (backend == "reference" or (backend == "cpu" and problem.drops)):
         # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,
         # which is too late to leave the generator untouched where a seed is drawn.
-        checks.validate_problem(q, k, problem)
+        if backend == "reference":
+            require_contents(q, problem)
+        if contents_can_be_read(q) and has_contents(q, problem):
+            checks.validate_problem(q, k, problem)
     problem = checks.draw_seed(problem, q)
     if call is not None:
         if len(_SERVED) >= _MOST_SERVED:
