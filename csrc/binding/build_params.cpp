@@ -346,7 +346,8 @@ Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Te
     p.dlse = row_array(*dlse, packed);
   }
 
-  const bool unused_k = has_unused_rows(p.rows_k) || p.heads == 0;  // without queries no kernel writes dk, dv
+  // Nobody writes dk and dv without queries; nor, on a GPU, those of a sequence whose lengths are impossible.
+  const bool unused_k = has_unused_rows(p.rows_k) || has_unused_rows(p.rows_q) || p.heads == 0;
   call.dq = gradient(q, wanted.dq, has_unused_rows(p.rows_q));
   call.dk = gradient(k, wanted.dk, unused_k);
   call.dv = gradient(v, wanted.dv, unused_k);
