@@ -69,6 +69,8 @@ CASES = [
     # large terms of q·k that cancel beside a softcap, which leaves no large logit to compare with
     *(Case(batch=3, heads=4, heads_k=2, seqlen_q=65, seqlen_k=16, dim=24, dim_v=24, causal=True, window=(3, 64),
            softcap=3.0, data="outliers", seed=s) for s in (35, 74)),
+    Case(batch=1, heads=9, heads_k=3, seqlen_q=97, seqlen_k=2, dim=64, dim_v=3, softcap=3.0, seqused_k=True,
+         data="outliers", seed=436131655),
     *(Case(layout=x, dtype=t, bias="bhqk", seqlen_k=65) for x in cases.LAYOUTS[1:] for t in (torch.float32, BF16)),
 ]  # fmt: skip
 
