@@ -103,7 +103,7 @@ def is_available(backend: str = "cpu") -> Availability:
     Raises:
         ValueError: for any other name.
     """
-    if backend not in AVAILABILITY:
+    if not isinstance(backend, str) or backend not in AVAILABILITY:
         raise ValueError(f"backend must be cpu, mma_sync, wgmma or reference; got {backend!r}")
     return AVAILABILITY[backend]
 
@@ -121,7 +121,6 @@ class GpuPlan:
 
 
 DATA_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # DataType of csrc/common/params.h
-GPU_DTYPES = (torch.float16, torch.bfloat16)
 VARIANTS = ("plain", "dropout", "modified", "biased")  # Variant of csrc/common/kernel_key.h
 FAMILIES = {"mma_sync": 1, "wgmma": 2}  # Family of csrc/gpu/plan.h; 0 is any
 

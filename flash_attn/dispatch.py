@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch._subclasses.fake_tensor import is_fake
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flash_attn import _ops, autograd, checks
 from flash_attn.block_mask import BlockMask, lists_of
@@ -30,6 +32,24 @@ def contents_can_be_read(q: Tensor) -> bool:
     return not (q.device.type == "meta" or is_compiling() or torch._C._are_functorch_transforms_active())
 
 
+def has_contents(q: Tensor, problem: Problem) -> bool:
+    """Not meta and fake tensors."""
+    return not any(x is not None and (x.device.type == "meta" or is_fake(x)) for x in (q, *problem.tensors()))
+
+
+_READS_LENGTHS = 'backend="reference" reads cu_seqlens, seqused and leftpad on the host, and there is nothing to read'
+
+
+def require_contents(q: Tensor, problem: Problem) -> None:
+    """What the reference backend needs of lengths. Without fullgraph, torch.compile leaves its graph here."""
+    if is_dynamo_compiling():
+        torch._dynamo.graph_break(
+            msg=f"{_READS_LENGTHS} while torch.compile traces: the other backends can be compiled"
+        )
+    elif not has_contents(q, problem):
+        raise NotImplementedError(f"{_READS_LENGTHS} in meta and fake tensors: the other backends take them")
+
+
 def is_reachable(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether wgmma kernels can read tensors that lie so, or only the op can say."""
     return not contents_can_be_read(q) or _ops.is_reachable(q, k, v)
@@ -48,6 +68,20 @@ def gpu_plan(
     return _ops.gpu_plan(index, q.dtype, q.shape[-1], v.shape[-1], variant, problem.block_size, *call, family)
 
 
+@torch.compiler.assume_constant_result
+def refusals_while_tracing(
+    index: int | None, dtype: torch.dtype, dims: tuple[int, int], variant: str, block_size: tuple[int, int],
+    has_window: bool, backend: str,
+) -> tuple[str, str]:  # fmt: skip
+    """Why the backend, and mma_sync, have no kernel; empty: there is one. Run by the compiler, which keeps the answer:
+    the plan itself, an op without tensors, would become part of the graph. What addresses, strides and the number of
+    keys decide, the op says when the graph runs."""
+    index = torch.cuda.current_device() if index is None else index
+    families = (_ops.FAMILIES.get(backend, 0), _ops.FAMILIES["mma_sync"])
+    plans = (_ops.gpu_plan(index, dtype, *dims, variant, block_size, 0, has_window, True, f) for f in families)
+    return tuple(plan.reason for plan in plans)  # type: ignore[return-value]
+
+
 def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, bias: Tensor | None) -> str:
     """The backend that serves a call, or an error that says what would. Of "auto" on a GPU it is "mma_sync", which has
     a kernel for all that the library serves; the library itself takes one of wgmma where it can."""
@@ -63,17 +97,20 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, problem: Probl
     serves = ("cpu", "meta") if backend == "cpu" else ("cuda",)
     if device not in serves:
         raise NotImplementedError(f'backend="{backend}" has no kernel for {device} tensors; {otherwise}')
-    if device == "cuda" and is_compiling():
-        # The plan, an op without tensors, would become part of the graph. What it knows beyond the dtype the op itself
-        # says when the graph runs.
-        if q.dtype not in _ops.GPU_DTYPES:
-            raise NotImplementedError(f'backend="{backend}" has no kernel for {q.dtype} on GPUs; {otherwise}')
-    elif device == "cuda":
-        plan = gpu_plan(asked, q, k, v, problem, bias, in_full=backend == "wgmma")
-        if plan.reason:
-            if backend == "wgmma" and not gpu_plan("mma_sync", q, k, v, problem, bias, in_full=False).reason:
+    if device == "cuda":
+        if is_compiling():
+            dims = operator.index(q.shape[-1]), operator.index(v.shape[-1])  # numbers, on which the graph then depends
+            rows, keys = problem.block_size
+            call = _ops.variant_of(problem, bias), (operator.index(rows), operator.index(keys)), problem.has_window
+            reason, of_mma_sync = refusals_while_tracing(q.device.index, q.dtype, dims, *call, asked)
+        else:
+            reason = of_mma_sync = gpu_plan(asked, q, k, v, problem, bias, in_full=backend == "wgmma").reason
+            if reason and backend == "wgmma":
+                of_mma_sync = gpu_plan("mma_sync", q, k, v, problem, bias, in_full=False).reason
+        if reason:
+            if backend == "wgmma" and not of_mma_sync:
                 otherwise = 'backend="mma_sync" serves this call'
-            raise NotImplementedError(f'backend="{backend}": {plan.reason}; {otherwise}')
+            raise NotImplementedError(f'backend="{backend}": {reason}; {otherwise}')
     return backend
 
 
@@ -204,11 +241,13 @@ def attention(
     asked, backend = backend, choose_backend(backend, q, k, v, problem, bias)
     if asked in _ops.FAMILIES:
         problem = problem._replace(family=_ops.FAMILIES[asked])
-    reads_on_host = backend == "reference" or (backend == "cpu" and problem.drops)
-    if problem.has_lengths and reads_on_host and contents_can_be_read(q):
+    if problem.has_lengths and (backend == "reference" or (backend == "cpu" and problem.drops)):
         # The reference backend reads the lengths on the host anyway. The CPU library checks them itself, in the op,
         # which is too late to leave the generator untouched where a seed is drawn.
-        checks.validate_problem(q, k, problem)
+        if backend == "reference":
+            require_contents(q, problem)
+        if contents_can_be_read(q) and has_contents(q, problem):
+            checks.validate_problem(q, k, problem)
     problem = checks.draw_seed(problem, q)
     if call is not None:
         if len(_SERVED) >= _MOST_SERVED:

@@ -98,7 +98,8 @@ def logits(products: Tensor, bias: Tensor | None, problem: Problem, region: Regi
         slopes = problem.alibi_slopes if problem.alibi_slopes.shape[0] == 1 else problem.alibi_slopes[region.batch]
         scores = scores - slopes.to(scores.dtype)[:, :, None, None] * distance(problem, region).abs()
     if bias is not None:
-        scores = scores + select(bias, region).to(scores.dtype)
+        part = select(bias, region).to(scores.dtype)
+        scores = torch.where(part == -math.inf, -math.inf, scores + part)
     return torch.where(visibility(problem, region), scores, -math.inf)
 
 
@@ -178,13 +179,14 @@ def softmax_times_values(
     m = finite_reference(m)
     weights = torch.exp(s - m)
     total = weights.sum(-1, keepdim=True)
+    sees_key = total != 0
     if sink is not None:
         total = total + torch.exp(sink - m)
     counts = total != 0 if real_q is None else (total != 0) & real_q
     total = torch.where(counts, total, 1.0)
     lse = torch.where(counts, m + torch.log(total), -math.inf).squeeze(-1)
     p = drop(weights / total, keep, dropout_p)
-    return torch.where(counts, matmul(p.to(v.dtype), v), 0.0), lse
+    return torch.where(counts & sees_key, matmul(p.to(v.dtype), v), 0.0), lse
 
 
 def attend_rows(
@@ -309,7 +311,8 @@ def forward(
         bias None or 4-D (batch | 1, heads | 1, max_seqlen_q | 1, max_seqlen_k | 1).
 
     Returns: out (..., heads, dim_v) contiguous, in q's dtype; lse (batch, heads, seqlen_q), varlen (heads, total_q), in
-        fp32 (fp64 for fp64); statistics (2, *lse.shape) for `backward`: R, a logit, and log2 of sum_j exp(S_j - R).
+        fp32 (fp64 for fp64); statistics (2, *lse.shape) for `backward`: R, a logit, and log2 of sum_j exp(S_j - R),
+        which is +inf for a row that sees nothing but the sink.
     Unlike line 12 of the paper, O_i is divided by l_i once, after the last key block. Line numbers are the paper's.
     """
     heads, device, dtype = q.shape[-2], q.device, compute_dtype(q.dtype)
@@ -317,6 +320,7 @@ def forward(
     out_4d, q_4d, k_4d, v_4d = (heads_first(x) for x in (out, q, k, v))
     statistics = torch.zeros(2, *out_4d.shape[:-1], dtype=dtype, device=device)
     statistics[1] = -math.inf
+    lse = statistics[1].clone()
 
     for span in spans(q_4d, k_4d, problem):
         q_rows = q_4d[span.storage, :, span.rows]
@@ -324,9 +328,6 @@ def forward(
         o = torch.zeros(*q_rows.shape[:-1], v.shape[-1], dtype=dtype, device=device)  # line 2
         ell = torch.zeros(*q_rows.shape[:-1], 1, dtype=dtype, device=device)
         m = torch.full_like(ell, -math.inf)
-        if sink is not None:  # acts like a key without a value that every row has seen before
-            m.copy_(sink.view(-1, 1, 1))
-            ell += torch.exp(m - finite_reference(m))
         for j in blocks(span.seqlen_k, BLOCK_COLUMNS):  # line 5
             k_j, v_j = (repeat_heads(x[:, :, j].to(dtype), heads) for x in (k_rows, v_rows))  # line 6
             for i in query_blocks(problem, span, j):  # line 7
@@ -342,11 +343,18 @@ def forward(
                 l_i.mul_(rescale).add_(p_ij.sum(-1, keepdim=True))  # line 13
                 m_i.copy_(m_new)
 
-        out_4d[span.storage, :, span.rows] = torch.where(ell != 0, o / ell, 0.0).to(out.dtype)
-        statistics[0, span.storage, :, span.rows] = finite_reference(m).squeeze(-1)
-        statistics[1, span.storage, :, span.rows] = torch.log2(ell).squeeze(-1)
-    statistics = statistics.squeeze(1) if problem.is_varlen else statistics
-    return out, statistics[0] + LN_2 * statistics[1], statistics
+        sees_key = ell != 0
+        if sink is not None:  # acts like one more key, without a value
+            key, sink_logit = m, sink.to(dtype).view(-1, 1, 1)
+            m = torch.maximum(key, sink_logit)
+            rescale = torch.exp(key - finite_reference(m))
+            o, ell = o * rescale, ell * rescale + torch.exp(sink_logit - finite_reference(m))
+        reference, log2_l = finite_reference(m), torch.log2(ell)
+        out_4d[span.storage, :, span.rows] = torch.where(sees_key, o / ell, 0.0).to(out.dtype)
+        lse[span.storage, :, span.rows] = (reference + LN_2 * log2_l).squeeze(-1)
+        statistics[0, span.storage, :, span.rows] = reference.squeeze(-1)
+        statistics[1, span.storage, :, span.rows] = torch.where(sees_key | (ell == 0), log2_l, math.inf).squeeze(-1)
+    return (out, lse.squeeze(0), statistics.squeeze(1)) if problem.is_varlen else (out, lse, statistics)
 
 
 # ---- Algorithm 4 ----
@@ -381,15 +389,19 @@ def backward(
         q_rows, o, do = (x[span.storage, :, span.rows] for x in (q_4d, out_4d, dout_4d))
         k_rows, v_rows = k_4d[span.storage, :, span.columns], v_4d[span.storage, :, span.columns]
         reference, log2_l = statistics[:, span.storage, :, span.rows].unsqueeze(-1)
-        empty = (reference == -math.inf) | (log2_l == -math.inf)
+        sink_alone = log2_l == math.inf
+        empty = (reference == -math.inf) | torch.isinf(log2_l)
         reference, log2_l = (torch.where(empty, 0.0, x) for x in (reference, log2_l))  # then exp2(-inf - 0) = 0 below
+        q_rows = torch.where(empty, 0.0, q_rows)
         do = torch.where(empty, 0.0, do.to(dtype))
         delta = (do * o.to(dtype)).sum(-1, keepdim=True)  # line 19 for all rows at once
         if dlse is not None:
-            delta -= torch.where(empty, 0.0, dlse[span.storage, :, span.rows].unsqueeze(-1))
+            delta -= torch.where(empty & ~sink_alone, 0.0, dlse[span.storage, :, span.rows].unsqueeze(-1))
         if need_dsink:
             p_sink = torch.exp2((sink.to(dtype).view(-1, 1, 1) - reference) * LOG2_E - log2_l)
-            dsink -= torch.where(empty, 0.0, p_sink * delta).sum((0, 2, 3))
+            p_sink = torch.where(sink_alone, 1.0, torch.where(empty, 0.0, p_sink))
+            dsink -= (p_sink * delta).sum((0, 2, 3))
+            delta = torch.where(empty, 0.0, delta)
         dq_rows = torch.zeros(q_rows.shape, dtype=dtype, device=device) if need_dq else None  # line 5
 
         for j in blocks(span.seqlen_k, BLOCK_COLUMNS) if need_ds or need_dv else ():  # line 6
@@ -407,11 +419,11 @@ def backward(
                 if not need_ds:
                     continue
                 dp_ij = drop(matmul(do_i, v_j.transpose(2, 3)), keep, problem.dropout_p)  # lines 17, 18
-                ds_ij = p_ij * (dp_ij - delta[:, :, i])  # line 20
+                ds_ij = torch.where(p_ij == 0, 0.0, p_ij * (dp_ij - delta[:, :, i]))  # line 20; a hidden V may be NaN
                 if need_dbias:
                     dbias_ij = select(dbias, region)
                     dbias_ij += ds_ij.sum_to_size(dbias_ij.shape)
-                ds_ij = ds_ij * logits_derivative(products, problem)  # from here on d products
+                ds_ij = torch.where(ds_ij == 0, 0.0, ds_ij * logits_derivative(products, problem))  # now d products
                 if need_dq:
                     dq_rows[:, :, i] += matmul(ds_ij, k_j)  # line 21
                 if need_dk:
@@ -420,7 +432,7 @@ def backward(
                 if grad is not None:
                     heads_first(grad)[span.storage, :, span.columns][:, :, j] = sum_head_groups(grad_j, heads_k)
         if need_dq:
-            heads_first(dq)[span.storage, :, span.rows] = dq_rows
+            heads_first(dq)[span.storage, :, span.rows] = torch.where(empty, 0.0, dq_rows)
     return dq, dk, dv, None if dbias is None else dbias.to(bias.dtype), None if dsink is None else dsink.to(sink.dtype)
 
 

@@ -7,6 +7,7 @@ yardstick. `keep_mask` draws dropout from its own Philox. Nothing here imports `
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+ONE_BY_ONE = "one by one"  # an order of summation: see naive_attention
 MASK32 = np.uint64(0xFFFFFFFF)
 
 
@@ -143,9 +145,17 @@ def _rows_exact(q, k, v, extra, bias_part, visible, sink, scale, softcap, keep):
     return dropped @ torch.where(seen, v, 0.0), lse, probabilities
 
 
-def _rows_naive(q, k, v, extra, bias_part, visible, sink, scale, softcap, keep):
+def _one_by_one(q: Tensor, k: Tensor) -> Tensor:
+    """q @ k.mT, of which each element is summed from the first feature to the last."""
+    sums = q.new_zeros(*q.shape[:-1], k.shape[-2])
+    for d in range(q.shape[-1]):
+        sums = sums + q[..., d, None] * k[..., None, :, d]
+    return sums
+
+
+def _rows_naive(q, k, v, extra, bias_part, visible, sink, scale, softcap, keep, one_by_one=False):
     """One sequence as a user writes it, in q's dtype."""
-    scores = (q @ k.mT) * scale
+    scores = (_one_by_one(q, k) if one_by_one else q @ k.mT) * scale
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if extra is not None:
@@ -166,7 +176,7 @@ def _rows_naive(q, k, v, extra, bias_part, visible, sink, scale, softcap, keep):
     return dropped @ v, lse, probabilities
 
 
-def _attend(q, k, v, bias, sink, o: Options, rows, shuffle: torch.Generator | None, records: list | None):
+def _attend(q, k, v, bias, sink, o: Options, rows, shuffle: torch.Generator | str | None, records: list | None):
     heads, heads_k, varlen = q.shape[-2], k.shape[-2], o.cu_seqlens_q is not None
     scale = o.scale if o.scale is not None else 1.0 / math.sqrt(q.shape[-1])
     stats_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -184,7 +194,7 @@ def _attend(q, k, v, bias, sink, o: Options, rows, shuffle: torch.Generator | No
             keep = o.keep[s.index, :, : s.seqlen_q, : s.seqlen_k].double()
             keep = keep / (1.0 - o.dropout_p) if o.dropout_p < 1 else keep * 0.0
         back = None
-        if shuffle is not None:  # the same sums in another order: rows, keys and features permuted
+        if isinstance(shuffle, torch.Generator):  # the same sums in another order: rows, keys and features permuted
             pi, pj, pd = (torch.randperm(n, generator=shuffle) for n in (s.seqlen_q, s.seqlen_k, q.shape[-1]))
             back = torch.argsort(pi)
             qs, ks, vs = qs[:, pi][..., pd], ks[:, pj][..., pd], vs[:, pj]
@@ -213,8 +223,14 @@ def attention(q, k, v, bias=None, sink=None, options: Options | None = None, rec
 
 
 def naive_attention(q, k, v, bias=None, sink=None, options: Options | None = None, shuffle=None):
-    """The same in q's dtype, as plain PyTorch would: matmul, softmax, matmul. `shuffle` reorders all sums."""
-    return _attend(q, k, v, bias, sink, options or Options(), _rows_naive, shuffle, None)
+    """The same in q's dtype, as plain PyTorch would: matmul, softmax, matmul. `shuffle` reorders all sums.
+
+    ONE_BY_ONE for `shuffle`: q·k is summed feature by feature. A matrix product of PyTorch adds up several sums of
+    fewer terms each, and rounds less often between two large terms that cancel than the order in which anyone would
+    write it: up to d − 2 times, by eps/2 of the first of them, though the result may be near 0.
+    """
+    rows = functools.partial(_rows_naive, one_by_one=shuffle == ONE_BY_ONE)
+    return _attend(q, k, v, bias, sink, options or Options(), rows, shuffle, None)
 
 
 def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: list, coherent=False) -> dict[str, float]:
@@ -274,6 +290,27 @@ def rounding(q, k, v, out, dout, dlse, bias, sink, options: Options, records: li
         "b": float(dbias.max()) if dbias is not None and dbias.numel() else 0.0,
         "o": p_error * o_size, "v": p_error * float(dv_sum.max()) if dv_sum.numel() else 0.0,
     }  # fmt: skip
+
+
+def lse_rounding(lse: Tensor, sink: Tensor | None, options: Options, records: list) -> float:
+    """The rounding error that LSE cannot escape where it is near 0: an ulp of each number that it is made from.
+
+    LSE = R + ln ℓ with R near m, the largest logit, and ℓ = Σ exp(S − R). What is stored has relative errors of its
+    own, up to an ulp: R(1 + δ1), ℓ(1 + δ2) (exp and the sum round, even if one term is all there is) and
+    (ln ℓ)(1 + δ3), |δi| ≤ eps. As ln(ℓ(1 + δ2)) ≈ ln ℓ + δ2, together |R|·δ1 + δ2 + ln ℓ·δ3: an absolute error of up
+    to eps·(|R| + 1 + ln ℓ), however small their sum is. (Only that of R + ln ℓ itself is relative to LSE.)
+    """
+    varlen, worst = options.cu_seqlens_q is not None, 0.0
+    for s, p in records:
+        where = (slice(None), *s.where_q) if varlen else (s.where_q[0], slice(None), s.where_q[1])
+        rows = lse[where]
+        largest = torch.cat([p, p.new_zeros(*p.shape[:-1], 1)], -1).amax(-1)  # of P: exp(m − LSE) = 1 / ℓ
+        if sink is not None:
+            largest = torch.maximum(largest, torch.exp(sink.detach().double()[:, None] - rows))
+        log_sum = -torch.log(largest)
+        sizes = ((rows - log_sum).abs() + 1 + log_sum)[torch.isfinite(rows)]
+        worst = max(worst, float(sizes.max()) if sizes.numel() else 0.0)
+    return worst
 
 
 def _maximum_error(x: Tensor, y: Tensor) -> float:

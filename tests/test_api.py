@@ -170,6 +170,9 @@ def test_is_available():
     assert mma_sync or flash_attn.is_available("wgmma") == mma_sync  # one library has both
     with pytest.raises(ValueError, match="nonsense"):
         flash_attn.is_available("nonsense")
+    for name in (["cpu"], {}, None, 3, torch.zeros(2)):  # some have no hash, or no plain ==
+        with pytest.raises(ValueError, match="backend must be cpu, mma_sync"):
+            flash_attn.is_available(name)
 
 
 def test_wgmma_needs_its_kernels(monkeypatch):

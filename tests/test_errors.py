@@ -304,6 +304,33 @@ def test_fp64_extras():
     call({**tensors, "alibi_slopes": zeros(4), "bias": zeros(5, 7)})
 
 
+@pytest.mark.parametrize(("name", "values"), (
+    ("softmax_scale", (math.nan, math.inf, -math.inf)), ("softcap", (-1.0, math.nan, math.inf, 1e31)),
+    ("window_left", (-2, -(2**62))), ("window_right", (-2, -(2**62))), ("family", (-1, 3, 2**40)),
+    ("dropout_p", (-0.1, 1.1, math.nan)), ("max_seqlen_q", (-1,)), ("max_seqlen_k", (-(2**62),)),
+), ids=lambda x: x if isinstance(x, str) else "")  # fmt: skip
+def test_raw_ops_refuse_what_python_would(name, values):
+    """Forward and backward, called past the Python functions."""
+    q = torch.randn(1, 4, 2, 8)
+    ops, options = torch.ops.flash_attn, {"softmax_scale": 1.0}
+    out, _, statistics = ops.attention_forward(q, q, q, None, None, 1.0)
+    tensors = (q, q, q)
+    if name.startswith("max_seqlen"):
+        cu = torch.zeros(2, dtype=torch.int32)
+        options |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        tensors, out, statistics = (q[0],) * 3, out[0], statistics[:, 0]
+    plain = {"causal": False, "window_left": -1, "window_right": -1, "upper_left": False, "softcap": 0.0}
+    for value in values:
+        bad = {**options, name: value}
+        with pytest.raises(RuntimeError, match=f"{name}.* must be"):
+            ops.attention_forward(*tensors, None, None, **bad)
+        with pytest.raises(RuntimeError, match=f"{name}.* must be"):
+            ops.attention_backward(out, None, *tensors, out, statistics, None, None, *(True,) * 3, False, False, **bad)
+        if name in plain or name == "softmax_scale":
+            with pytest.raises(RuntimeError, match=f"{name}.* must be"):
+                ops.attention_forward_plain(*tensors, **{**plain, **bad})
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_names_the_way_out():
     with pytest.raises(NotImplementedError, match="reference"):

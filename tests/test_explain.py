@@ -112,6 +112,26 @@ def test_computes_nothing_and_draws_no_seed():
     assert found.forward_workspace_bytes < 1 << 34
 
 
+def test_plans_of_any_size():
+    """A plan takes no time and no memory that grow with the call, and refuses what is no size of a call."""
+    plan = torch.ops.flash_attn.cpu_plan
+    for sizes in (
+        (1, 1, 1, 2**40, 2**40, 64, 64), (2**24, 8, 8, 16, 16, 64, 64), (1, 2**24, 2**24, 16, 16, 64, 64),
+        (2**30, 8, 2, 16, 3, 8, 8), (2**36, 1, 1, 0, 0, 8, 8),
+    ):  # fmt: skip
+        numbers, _ = plan(1, *sizes, False, False)
+        assert all(x >= 0 for x in numbers.tolist())
+    of_three, of_many = (plan(1, n, 2, 2, 300, 300, 64, 64, False, False)[0].tolist() for n in (3, 2**20))
+    assert of_three[1:3] == of_many[1:3] and of_three[3] <= of_many[3] <= 2 * of_three[3] + 2**24
+    for sizes, words in (
+        ((-1, 1, 1, 1, 1, 1, 1), "at least 0"), ((1, 1, 1, 1, -(2**62), 1, 1), "at least 0"),
+        ((1, 3, 2, 1, 1, 1, 1), "must divide"), ((1, 3, 0, 1, 1, 1, 1), "must divide"),
+        ((2**62, 8, 8, 1, 1, 1, 1), "too many"), ((1, 1, 1, 2**62, 2**62, 1, 1), "too many"),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=words):
+            plan(1, *sizes, False, False)
+
+
 def test_is_a_value():
     """Two equal calls, equal answers; the fields cannot be set."""
     found = explain(*qkv())
@@ -166,6 +186,8 @@ def test_fake_tensors(planned: None, device: str):
         q, k, v = qkv(device, torch.bfloat16)
         plausible(explain(q, k, v))
         assert flash_attn_func(q, k, v).shape == (*q.shape[:-1], v.shape[-1])
+        compiled = torch.compile(flash_attn_func, fullgraph=True, backend="eager")
+        assert compiled(q, k, v).shape == (*q.shape[:-1], v.shape[-1])
 
 
 def test_auto_on_hopper(hopper: list[tuple]):
@@ -210,16 +232,32 @@ def test_families_reach_the_op(hopper: list[tuple], monkeypatch: pytest.MonkeyPa
         flash_attn_func(q, k, v.narrow(2, 0, 1).expand_as(v), backend="wgmma")
 
 
-def test_compiled_calls_ask_for_no_plan(hopper: list[tuple]):
-    """Dynamo would make the plan, an op without tensors, part of the graph."""
-    tensors = qkv("cuda:0", torch.bfloat16)
-    for backend in ("auto", "mma_sync", "wgmma"):
-        compiled = torch.compile(functools.partial(flash_attn_func, backend=backend), fullgraph=True, backend="eager")
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiled_calls_are_refused_while_tracing(hopper: list[tuple], dynamic: bool):
+    """What needs no strides is known then. The plan, an op without tensors, is no part of the graph."""
+    tensors, graphs = qkv("cuda:0", torch.bfloat16), []
+
+    def keep(graph: torch.fx.GraphModule, _: list) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    for backend, family in (("auto", 0), ("mma_sync", 1), ("wgmma", 2)):
+        torch._dynamo.reset()
+        call = functools.partial(flash_attn_func, backend=backend)
+        compiled = torch.compile(call, fullgraph=True, backend=keep, dynamic=dynamic)
         out = compiled(*tensors, causal=True, dropout_p=0.1)
         assert out.shape == (2, 300, 4, 32) and out.device.type == "cuda"
+        assert "attention_forward" in graphs[-1].code and "gpu_plan" not in graphs[-1].code
+        assert (0, True, True, family) in hopper
         with pytest.raises(torch._dynamo.exc.Unsupported, match="NotImplementedError"):  # fp32
             compiled(*(x.float() for x in tensors))
-    assert not hopper
+        bias = torch.zeros(1, 1, 300, 333, dtype=torch.bfloat16, device="cuda:0")
+        if backend == "wgmma":
+            with pytest.raises(torch._dynamo.exc.Unsupported, match="NotImplementedError.*no such thing") as refused:
+                compiled(*tensors, bias=bias)
+            assert 'backend="mma_sync" serves this call' in str(refused.value)
+        else:
+            assert compiled(*tensors, bias=bias).shape == out.shape
 
 
 def wrong() -> dict[str, tuple[tuple, dict]]:

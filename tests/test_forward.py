@@ -62,6 +62,15 @@ CASES = [
     # data and strides
     *(Case(data=d, dtype=t, seqlen_q=65, seqlen_k=129, dim=64, dim_v=64) for d in cases.DATA[1:]
       for t in (torch.float32, BF16, HALF)),
+    # LSE near 0, where an ulp of the sum is more than one of LSE
+    *(Case(batch=1, heads=1, heads_k=1, seqlen_q=n, seqlen_k=m, dim=4, dim_v=2, dtype=BF16, causal=True, mask=p,
+           varlen=not p, seed=s)
+      for n, m, p, s in ((1, 5, "", 1900755083), (2, 2, "bh1k", 121575541))),
+    # large terms of q·k that cancel beside a softcap, which leaves no large logit to compare with
+    *(Case(batch=3, heads=4, heads_k=2, seqlen_q=65, seqlen_k=16, dim=24, dim_v=24, causal=True, window=(3, 64),
+           softcap=3.0, data="outliers", seed=s) for s in (35, 74)),
+    Case(batch=1, heads=9, heads_k=3, seqlen_q=97, seqlen_k=2, dim=64, dim_v=3, softcap=3.0, seqused_k=True,
+         data="outliers", seed=436131655),
     *(Case(layout=x, dtype=t, bias="bhqk", seqlen_k=65) for x in cases.LAYOUTS[1:] for t in (torch.float32, BF16)),
 ]  # fmt: skip
 
@@ -234,6 +243,32 @@ def test_large_logits_keep_their_differences(target):
     oracle.assert_no_worse_than_naive(lse, want_lse, naive_lse)
 
 
+@pytest.mark.parametrize("dim", (3, 300))
+@pytest.mark.parametrize("option", ("plain", "softcap", "alibi", "bias"))
+@pytest.mark.parametrize("dtype", (torch.float32, FP64), ids=("fp32", "fp64"))
+def test_large_terms_cancel(target, dtype, option, dim):
+    """q·k of two large terms whose sum, and every partial sum, is exactly 0 in q's dtype: so is the logit, however
+    large scale · |q_d k_d| is. A scale that rounds the elements of q instead of their sum loses that."""
+    large = 3000.0 if dtype == torch.float32 else 5e7
+    q, k = torch.zeros(1, 33, 1, dim, dtype=dtype), torch.zeros(1, 65, 1, dim, dtype=dtype)
+    q[..., 0], q[..., -1] = large + 1, large
+    k[..., 0], k[..., -1] = large, -large - 1
+    v = torch.randn(1, 65, 1, 8, dtype=dtype)
+    options = {
+        "plain": {},
+        "softcap": {"softcap": 3.0},
+        "alibi": {"alibi_slopes": torch.zeros(1, device=target.device)},
+        "bias": {"bias": torch.zeros(65, dtype=dtype, device=target.device)},
+    }[option]
+    q, k, v = (t.to(target.device).requires_grad_() for t in (q, k, v))
+    out, lse = flash_attn_func(q, k, v, return_lse=True, backend=target.backend, **options)
+    tight = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-14, "atol": 1e-15}
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(65)), **tight)
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).expand_as(out), **tight)
+    (dv,) = torch.autograd.grad(out.sum(), v)
+    torch.testing.assert_close(dv, torch.full_like(dv, 33 / 65), **tight)
+
+
 def test_very_negative_logits(target):
     """All logits near −1e30: exp underflows unless the row maximum is taken out first."""
     q, k, v = qkv(target, batch=1, heads=1, heads_k=1)
@@ -259,6 +294,14 @@ def test_oracle_itself():
     torch.testing.assert_close(
         oracle.attention(q, k[:, :17], v[:, :17], options=Options(causal=True))[0], causal, rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize(("sink", "most"), ((False, 1.01), (True, 1 + 2 * 3)))
+def test_an_lse_near_0_is_good_to_an_ulp_of_its_parts(sink, most):
+    """Beside LSE ≈ 0 the bound is an ulp of 1 (of the sum under the logarithm), and not much more."""
+    case = Case(batch=1, heads=1, heads_k=1, seqlen_q=1, seqlen_k=1, dim=1, dim_v=1, scale=1e-3, sink=sink)
+    eps = torch.finfo(torch.float32).eps
+    assert eps <= cases.expected(case).unavoidable["lse"] <= most * eps
 
 
 def test_comparison_sees_nan_and_errors():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad
 from torch.func import jacfwd, jvp, vjp
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from flash_attn import flash_attn_func, standard_attention
+from flash_attn import flash_attn_func, flash_attn_varlen_func, standard_attention
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.flash_attn, "attention_forward"), reason="needs the library")
 
@@ -139,3 +141,43 @@ def test_jvp_of_a_finished_forward():
         return late, jacobian, pulled
 
     torch.testing.assert_close(through(flash_attn_func), through(standard_attention))
+
+
+def with_lengths(varlen: bool, backend: str, **options: float):
+    """A call with lengths, and what it takes."""
+    q, lengths = torch.randn(2, 5, 2, 8), torch.tensor([3, 5], dtype=torch.int32)
+    if not varlen:
+        return lambda q, n: flash_attn_func(q, q * 1, q * 2, seqused_k=n, backend=backend, **options), (q, lengths)
+    return (
+        lambda q, cu: flash_attn_varlen_func(q, q * 1, q * 2, cu, cu, 5, 5, backend=backend, **options),
+        (q.flatten(0, 1), torch.tensor([0, 3, 8], dtype=torch.int32)),
+    )
+
+
+@pytest.mark.parametrize("varlen", (False, True))
+def test_the_reference_says_why_it_does_not_trace_lengths(varlen):
+    call, inputs = with_lengths(varlen, "reference")
+    want = call(*inputs)
+    refused = pytest.raises(NotImplementedError, match="reads cu_seqlens, seqused and leftpad on the host")
+    with refused:
+        call(*(x.to("meta") for x in inputs))
+    fake = FakeTensorMode()
+    with refused:
+        call(*(fake.from_tensor(x) for x in inputs))
+    for mode in ("fake", "symbolic"):
+        with refused:
+            make_fx(call, tracing_mode=mode)(*inputs)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="reads cu_seqlens, seqused and leftpad on the host"):
+        torch.compile(call, fullgraph=True, backend="eager")(*inputs)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(call, backend="eager")(*inputs), want)
+
+
+@pytest.mark.parametrize("varlen", (False, True))
+def test_fake_tensors_with_lengths_and_dropout(varlen):
+    """The CPU backend checks lengths before it draws a seed, where there is something to check."""
+    call, inputs = with_lengths(varlen, "cpu", dropout_p=0.5)
+    with FakeTensorMode() as fake:
+        assert call(*(fake.from_tensor(x) for x in inputs)).shape == inputs[0].shape
+    assert make_fx(call, tracing_mode="fake")(*inputs)(*inputs).shape == inputs[0].shape

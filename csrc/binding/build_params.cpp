@@ -188,6 +188,15 @@ void build_common(AttentionParams& p, const Tensor& q, const Tensor& k, const Te
   p.rows_q = row_layout(q, q, p.batch, options.cu_seqlens_q, options.seqused_q, options.leftpad_q);
   p.rows_k = row_layout(k, q, p.batch, options.cu_seqlens_k, options.seqused_k, options.leftpad_k);
 
+  FLASH_CHECK(std::isfinite(options.softmax_scale), "softmax_scale must be finite, is ", options.softmax_scale);
+  FLASH_CHECK(options.softcap >= 0 && options.softcap <= 1e30, "softcap must be in [0, 1e30], is ", options.softcap);
+  FLASH_CHECK(options.window_left >= -1 && options.window_right >= -1,
+              "window_left and window_right must be at least -1, are ", options.window_left, " and ",
+              options.window_right);
+  FLASH_CHECK(!packed || (options.max_seqlen_q >= 0 && options.max_seqlen_k >= 0),
+              "max_seqlen_q and max_seqlen_k must be at least 0, are ", options.max_seqlen_q, " and ",
+              options.max_seqlen_k);
+  checked_family(options.family);
   p.score.scale = options.softmax_scale;
   p.score.softcap = options.softcap;
   if (options.alibi_slopes.has_value()) {
@@ -244,6 +253,11 @@ Tensor gradient(const Tensor& x, bool wanted, bool zeros) {
 }
 
 }  // namespace
+
+int64_t checked_family(int64_t family) {
+  FLASH_CHECK(family >= 0 && family <= kLastFamily, "family must be in [0, ", kLastFamily, "], is ", family);
+  return family;
+}
 
 // Through the C function and not through new_empty, which looks the op up by name: 1 µs instead of 2.5 for each output.
 Tensor allocate(const Tensor& like, const Sizes& shape, ScalarType dtype, bool zeros) {
@@ -332,7 +346,8 @@ Backward build_backward(const Tensor& dout, const OptionalTensor& dlse, const Te
     p.dlse = row_array(*dlse, packed);
   }
 
-  const bool unused_k = has_unused_rows(p.rows_k) || p.heads == 0;  // without queries no kernel writes dk, dv
+  // Nobody writes dk and dv without queries; nor, on a GPU, those of a sequence whose lengths are impossible.
+  const bool unused_k = has_unused_rows(p.rows_k) || has_unused_rows(p.rows_q) || p.heads == 0;
   call.dq = gradient(q, wanted.dq, has_unused_rows(p.rows_q));
   call.dk = gradient(k, wanted.dk, unused_k);
   call.dv = gradient(v, wanted.dv, unused_k);

@@ -27,7 +27,12 @@ struct CallOptions {
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   OptionalTensor seqused_q{}, seqused_k{}, leftpad_q{}, leftpad_k{};
   OptionalTensor block_kinds{}, block_patterns{}, key_lists{}, query_lists{};
+  int64_t family = 0;
 };
+
+// Families of GPU kernels are numbered from 0 (any) to this: see schema.cpp.
+inline constexpr int64_t kLastFamily = 2;
+int64_t checked_family(int64_t family);
 
 // What a call hands to the backend beside the params: the tensors that hold the results.
 struct Forward {

@@ -46,12 +46,12 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
     OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, OptionalTensor seqused_q,
     OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k, bool /*deterministic*/,
     OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists, OptionalTensor query_lists,
-    int64_t /*family*/) {
+    int64_t family) {
   return forward(
       q, k, v, bias, sink,
       {softmax_scale, causal,    window_left,  window_right,   upper_left,   softcap,      dropout_p, dropout_seed,
        alibi_slopes,  mask,      cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-       leftpad_q,     leftpad_k, block_kinds,  block_patterns, key_lists,    query_lists});
+       leftpad_q,     leftpad_k, block_kinds,  block_patterns, key_lists,    query_lists,  family});
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward_plain(Tensor q, Tensor k, Tensor v, double softmax_scale,
@@ -68,11 +68,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k,
     bool /*deterministic*/, OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists,
-    OptionalTensor query_lists, int64_t /*family*/) {
+    OptionalTensor query_lists, int64_t family) {
   const CallOptions options{softmax_scale, causal,         window_left,  window_right, upper_left,   softcap,
                             dropout_p,     dropout_seed,   alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
                             max_seqlen_q,  max_seqlen_k,   seqused_q,    seqused_k,    leftpad_q,    leftpad_k,
-                            block_kinds,   block_patterns, key_lists,    query_lists};
+                            block_kinds,   block_patterns, key_lists,    query_lists,  family};
   q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v), dout = with_unit_stride(dout);
   if (dlse.has_value()) dlse = torch::stable::contiguous(*dlse);
   const Backward call = build_backward(dout, dlse, q, k, v, out, statistics, bias, sink, options,
@@ -87,6 +87,17 @@ std::tuple<Tensor, Tensor> cpu_plan(int64_t dtype, int64_t batch, int64_t heads,
   static constexpr int64_t kSomeSeed[2] = {};
   AttentionParams shape;
   FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
+  FLASH_CHECK(batch >= 0 && heads >= 0 && heads_k >= 0 && seqlen_q >= 0 && seqlen_k >= 0 && dim >= 0 && dim_v >= 0,
+              "sizes must be at least 0; batch, heads, heads_k, seqlen_q, seqlen_k, dim, dim_v are ", batch, ", ",
+              heads, ", ", heads_k, ", ", seqlen_q, ", ", seqlen_k, ", ", dim, ", ", dim_v);
+  FLASH_CHECK(heads == 0 || (heads_k > 0 && heads % heads_k == 0), "heads_k = ", heads_k,
+              " must divide heads = ", heads);
+  // Bytes are counted in int64, and more than a tensor's for its workspace.
+  const double rows = static_cast<double>(std::max(seqlen_q, seqlen_k)) + 1024;
+  const double elements = static_cast<double>(std::max<int64_t>(batch, 1)) *
+                          static_cast<double>(std::max<int64_t>(heads, 1)) * rows *
+                          (static_cast<double>(std::max(dim, dim_v)) + 1024);
+  FLASH_CHECK(elements < 0x1p58, "q, k and v would have up to ", elements, " elements, too many to plan for");
   shape.dtype = static_cast<DataType>(dtype);
   shape.batch = batch;
   shape.heads = heads;

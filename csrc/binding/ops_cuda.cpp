@@ -17,6 +17,8 @@
 namespace flash {
 namespace {
 
+static_assert(kLastFamily == static_cast<int64_t>(Family::wgmma));
+
 // The device of a call's tensors, made current, and the caller's stream on it.
 struct Here {
   int32_t device;
@@ -29,14 +31,8 @@ struct Here {
   }
 };
 
-Family family_option(int64_t family) {
-  FLASH_CHECK(family >= 0 && family <= static_cast<int64_t>(Family::wgmma), "family must be in [0, 2], is ", family);
-  return static_cast<Family>(family);
-}
-
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, const OptionalTensor& bias,
-                                           const OptionalTensor& sink, const CallOptions& options,
-                                           Family family = Family::any) {
+                                           const OptionalTensor& sink, const CallOptions& options) {
   const Here here(q);
   q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v);
   const Forward call = build_forward(q, k, v, bias, sink, options);
@@ -49,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(Tensor q, Tensor k, Tensor v, const O
   };
   const std::string problem = gpu::forward(params, packed ? options.max_seqlen_q : params.rows_q.rows,
                                            packed ? options.max_seqlen_k : params.rows_k.rows, here.device, here.stream,
-                                           family, allocate_bytes);
+                                           static_cast<Family>(options.family), allocate_bytes);
   FLASH_CHECK(problem.empty(), "attention_forward: ", problem);
   return {call.out, call.lse, call.statistics};
 }
@@ -66,8 +62,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_forward(
       q, k, v, bias, sink,
       {softmax_scale, causal,    window_left,  window_right,   upper_left,   softcap,      dropout_p, dropout_seed,
        alibi_slopes,  mask,      cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-       leftpad_q,     leftpad_k, block_kinds,  block_patterns, key_lists,    query_lists},
-      family_option(family));
+       leftpad_q,     leftpad_k, block_kinds,  block_patterns, key_lists,    query_lists,  family});
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_forward_plain(Tensor q, Tensor k, Tensor v, double softmax_scale,
@@ -84,12 +79,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
     OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor leftpad_q, OptionalTensor leftpad_k,
     bool deterministic, OptionalTensor block_kinds, OptionalTensor block_patterns, OptionalTensor key_lists,
-    OptionalTensor query_lists, int64_t /*family*/) {
+    OptionalTensor query_lists, int64_t family) {
   using torch::headeronly::ScalarType;
   const CallOptions options{softmax_scale, causal,         window_left,  window_right, upper_left,   softcap,
                             dropout_p,     dropout_seed,   alibi_slopes, mask,         cu_seqlens_q, cu_seqlens_k,
                             max_seqlen_q,  max_seqlen_k,   seqused_q,    seqused_k,    leftpad_q,    leftpad_k,
-                            block_kinds,   block_patterns, key_lists,    query_lists};
+                            block_kinds,   block_patterns, key_lists,    query_lists,  family};
   const Here here(q);
   q = with_unit_stride(q), k = with_unit_stride(k), v = with_unit_stride(v), dout = with_unit_stride(dout);
   if (dlse.has_value()) dlse = torch::stable::contiguous(*dlse);
@@ -150,9 +145,10 @@ std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, 
                                     bool reachable, int64_t family) {
   FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
   FLASH_CHECK(variant >= 0 && variant <= 3, "variant must be in [0, 3], is ", variant);
-  const gpu::Plan plan = gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys,
-                                    block_rows, block_keys, has_window, reachable, family_option(family)},
-                                   static_cast<int>(device));
+  const gpu::Plan plan =
+      gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys, block_rows, block_keys,
+                 has_window, reachable, static_cast<Family>(checked_family(family))},
+                static_cast<int>(device));
   std::array<int64_t, 6> values{};
   if (plan.choice) {
     const KernelKey key = plan.choice->key;

@@ -5,7 +5,8 @@
 // R, the reference in the exponent, is in units of the logits S (natural logarithm); any number near the row's maximum
 // serves, as long as numerator and denominator use the same one. One LSE cannot replace the pair: at logits of 1e4 an
 // fp32 LSE has an absolute error of 5e-4, and so would every probability that is rebuilt from it. A row that sees
-// nothing has R = 0, log2 ℓ = -inf.
+// nothing has R = 0, log2 ℓ = -inf; on the CPU one that sees nothing but a sink has R = sink, log2 ℓ = +inf (not the 0
+// of a sum that is exp(sink - R) alone): it has no P, and neither its q nor its dO counts.
 #pragma once
 
 #include <cmath>
@@ -35,6 +36,11 @@ FLASH_HOST_DEVICE Real finite_reference(Real row_max) {
 template <class Real>
 FLASH_HOST_DEVICE RowStatistics<Real> make_statistics(Real row_max, Real row_sum) {
   return {finite_reference(row_max), std::log2(row_sum)};
+}
+
+template <class Real>
+FLASH_HOST_DEVICE bool sees_sink_alone(RowStatistics<Real> row) {
+  return row.log2_sum == INFINITY;
 }
 
 template <class Real>

@@ -9,6 +9,8 @@
 //   outer     dV[key][dim]  += P[key][query] · dO[query][dim]        and dK from dS and Q
 #pragma once
 
+#include <cmath>
+
 #include "cpu/key_tiles.h"
 #include "cpu/tile.h"
 
@@ -65,9 +67,15 @@ struct RealArithmetic {
     pack_lanes(dtype, x, offset, rows, dim, static_cast<Real>(scale), panels, out);
   }
 
-  static void scores(Keys k, TileSize /*size*/, int64_t keys, int64_t dim, const Element* q, int64_t panels, Real* s,
-                     int64_t s_panel) {
-    micro_kernels<Real>().multiply({keys, dim, panels, k, q, kLanes, dim * kLanes, s, kLanes, s_panel, false});
+  // Scores are finished when the product is. Q takes of the scale what is exact, its power of two, so that q·k overflows
+  // no sooner than the score; the sum takes what is left. A scale that rounded every element of Q would cost up to
+  // eps · Σ |q_d k_d|, which is all there is where large terms cancel.
+  static double query_scale(const AttentionParams& p) { return split(p).power; }
+  static Real product_scale(const AttentionParams& p) { return split(p).rest; }
+
+  static void scores(Real factor, Keys k, TileSize /*size*/, int64_t keys, int64_t dim, const Element* q,
+                     int64_t panels, Real* s, int64_t s_panel) {
+    micro_kernels<Real>().multiply({keys, dim, panels, k, q, kLanes, dim * kLanes, s, kLanes, s_panel, false, factor});
   }
 
   static bool scores_to_weights(const AttentionParams& /*p*/, const HeadContext<Real>& /*head*/,
@@ -82,7 +90,7 @@ struct RealArithmetic {
         {dim, keys, panels, v, weights, kLanes, size.panel_elements(), o, kLanes, o_panel, accumulate});
   }
 
-  // By which scores are to be multiplied: the scale is part of Q.
+  // By which scores are still to be multiplied.
   static Real score_scale(const AttentionParams& /*p*/) { return 1; }
 
   static bool softmax(const SoftmaxStep<Real>& step, Real /*scale*/, Element* /*weights*/) {
@@ -160,6 +168,19 @@ struct RealArithmetic {
                                     kLanes,
                                     c_panel,
                                     true});
+  }
+
+ private:
+  // The scale = power · rest: a signed power of two, and a number in [1, 2).
+  struct Scale {
+    Real power, rest;
+  };
+  static Scale split(const AttentionParams& p) {
+    const Real scale = static_cast<Real>(p.score.scale);
+    if (scale == 0 || !std::isfinite(scale)) return {scale, 1};
+    int exponent = 0;
+    const Real fraction = std::frexp(scale, &exponent);  // in [1/2, 1)
+    return {std::ldexp(std::copysign(Real(1), scale), exponent - 1), 2 * std::fabs(fraction)};
   }
 };
 

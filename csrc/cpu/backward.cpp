@@ -70,12 +70,18 @@ class MainPass {
     }
   }
 
-  // Of the first wave, with all three gradients wanted.
-  int64_t workspace_reals() {
-    fill_wave(0);
-    const int64_t slots = static_cast<int64_t>(chunks_.size()) * slots_per_chunk_ * slot_reals();
-    return pool_.threads * WorkerBuffers(nullptr, *this).reals + slots +
-           accumulator_rows_ * (dim_lanes_ + dim_v_lanes_);
+  // Of the first wave, with all three gradients wanted, where all sequences are alike (as ForwardPass::plan).
+  int64_t workspace_reals() const {
+    int64_t of_wave = 0;
+    if (const int64_t units = all_units(); units > 0) {
+      const Sequence& s = sequences_.all.front();
+      const int64_t chunks = divide_up(s.k.length, chunk_keys_);
+      const int64_t tiles = divide_up(s.q.length, size_.rows) * p_.group();
+      const int64_t wave = chunks == 0 ? units : std::min(units, divide_up(enough_chunks(), chunks));
+      of_wave = wave * (chunks * std::min(tiles, phase_tiles_) * slot_reals() +
+                        padded(s.k.length) * (dim_lanes_ + dim_v_lanes_));
+    }
+    return pool_.threads * WorkerBuffers(nullptr, *this).reals + of_wave;
   }
 
  private:
@@ -104,15 +110,15 @@ class MainPass {
   static int64_t padded(int64_t keys) { return round_up(keys, Arithmetic::kKeyPad); }
   int64_t slot_reals() const { return round_up(p_.dim, kLanes) * size_.rows; }
 
-  int64_t all_units() const { return p_.heads == 0 ? 0 : static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
+  int64_t all_units() const { return p_.heads == 0 ? 0 : sequences_.count * p_.heads_k; }
+  int64_t enough_chunks() const { return 8 * pool_.threads; }
 
   // Takes units from `unit` on; returns the first of the next wave.
   int64_t fill_wave(int64_t unit) {
     units_.clear();
     chunks_.clear();
     accumulator_rows_ = slots_per_chunk_ = 0;
-    const int64_t enough_chunks = 8 * pool_.threads;
-    while (unit < all_units() && static_cast<int64_t>(chunks_.size()) < enough_chunks) add_unit(unit++);
+    while (unit < all_units() && static_cast<int64_t>(chunks_.size()) < enough_chunks()) add_unit(unit++);
     return unit;
   }
 
@@ -298,9 +304,14 @@ class MainPass {
     const Range rows = rows_of_tile(unit, t);
     const Rows& q = unit.sequence->q;
     const int64_t head = unit.head_k * p_.group() + t / unit.query_blocks;
-    Real scale[kLanes];
-    std::fill(scale, scale + kLanes, static_cast<Real>(p_.score.scale));
     for (int64_t first = 0; first < rows.size(); first += kLanes, sum += panel_reals) {
+      Real scale[kLanes];  // 0 in rows that see nothing: a key's NaN reaches all rows of a product
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const int64_t row = std::min(first + lane, rows.size() - 1);
+        const int64_t at = p_.log2_sum.offset(q.batch, head, q.first() + rows.begin + row);
+        scale[lane] =
+            std::isinf(static_cast<const Real*>(p_.log2_sum.data)[at]) ? Real(0) : static_cast<Real>(p_.score.scale);
+      }
       Arithmetic::store_lanes(p_.dtype, p_.dq, p_.dq.offset(q.batch, head, q.first() + rows.begin + first),
                               std::min(kLanes, rows.size() - first), p_.dim, scale, sum);
     }
@@ -361,7 +372,7 @@ template <class Real>
 int64_t backward_workspace_bytes(const AttentionParams& shape, const ThreadPool& pool) {
   BwdParams p;
   static_cast<AttentionParams&>(p) = shape;
-  const Sequences sequences(p);
+  const Sequences sequences = Sequences::of_plan(p);
   const int64_t deltas = p.batch * p.heads * sequences.longest_q;
   int64_t reals = deltas;
   with_arithmetic(p, [&](auto arithmetic) {

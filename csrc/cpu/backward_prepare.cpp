@@ -40,7 +40,9 @@ void sink_gradient(const BwdParams& p, const Sequences& sequences, const RowArra
   for (const Sequence& s : sequences.all) {
     for (int64_t i = 0; i < s.q.length; ++i) {
       const RowStatistics<Real> row{read<Real>(p.reference, s.q, head, i), read<Real>(p.log2_sum, s.q, head, i)};
-      const Real weight = std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum_for_backward(row));
+      const Real weight = sees_sink_alone(row)
+                              ? Real(1)
+                              : std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum_for_backward(row));
       sum -= static_cast<double>(weight) * static_cast<double>(read<Real>(delta, s.q, head, i));
     }
   }
@@ -59,11 +61,11 @@ void prepare_pass(const BwdParams& p, const Sequences& sequences, const RowArray
     for (int64_t i = block * kBlock; i < std::min((block + 1) * kBlock, q.length); ++i) {
       const int64_t row = q.first() + i;
       Real sum = 0;
-      if (read<Real>(p.log2_sum, q, head, i) != -INFINITY) {
+      const Real log2_sum = read<Real>(p.log2_sum, q, head, i);
+      if (!std::isinf(log2_sum))
         sum = dot_of_rows<Real>(p.dtype, p.dout, p.dout.offset(q.batch, head, row), p.out,
                                 p.out.offset(q.batch, head, row), p.dim_v);
-        if (p.dlse.data != nullptr) sum -= read<Real>(p.dlse, q, head, i);
-      }
+      if (log2_sum != -INFINITY && p.dlse.data != nullptr) sum -= read<Real>(p.dlse, q, head, i);
       static_cast<Real*>(delta.data)[delta.offset(q.batch, head, row)] = sum;
     }
   });

@@ -68,8 +68,11 @@ struct Bf16Arithmetic {
     kernels().pack_b_columns(rows(x, offset, panels * kLanes, {0, count}, dim), out);
   }
 
-  static void scores(Keys k, TileSize /*size*/, int64_t keys, int64_t dim, const Element* q, int64_t panels, Real* s,
-                     int64_t s_panel) {
+  static double query_scale(const AttentionParams& /*p*/) { return 1; }
+  static Real product_scale(const AttentionParams& /*p*/) { return 1; }
+
+  static void scores(Real /*factor*/, Keys k, TileSize /*size*/, int64_t keys, int64_t dim, const Element* q,
+                     int64_t panels, Real* s, int64_t s_panel) {
     const int64_t depth = depth_blocks(dim);
     kernels().multiply({row_blocks(keys), depth, panels, k, depth * kBlock, q, depth * kBlock, s, s_panel, false});
   }

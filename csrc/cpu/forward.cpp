@@ -26,9 +26,9 @@ class ForwardPass {
   static constexpr int64_t kGroupPanels = Arithmetic::kGroupPanels, kGroupRows = kGroupPanels * kLanes;
 
  public:
-  ForwardPass(const FwdParams& p, const ThreadPool& given)
+  ForwardPass(const FwdParams& p, Sequences sequences, const ThreadPool& given)
       : p_(p),
-        sequences_(p),
+        sequences_(std::move(sequences)),
         pool_(pool_for(given, score_elements(p, sequences_) * static_cast<double>(p.dim + p.dim_v))),
         size_{block_rows(p, sequences_, pool_), fit_blocks<Arithmetic>(Arithmetic::forward_keys(sequences_.longest_k),
                                                                        sequences_.longest_k, p.block_mask)},
@@ -50,11 +50,19 @@ class ForwardPass {
     }
   }
 
-  Plan plan(int64_t backward_bytes) {
-    fill_wave(0);
-    const int64_t workers = pool_.workers(items_);
-    const int64_t bytes = workers * Buffers(nullptr, *this).reals * static_cast<int64_t>(sizeof(Real)) +
-                          (in_place_ ? 0 : tiles_ * (k_tile_ + v_tile_) * static_cast<int64_t>(sizeof(Element)));
+  // Of the first wave, where all sequences are alike: counted, for there may be more units than memory could list.
+  Plan plan(int64_t backward_bytes) const {
+    int64_t items = 0, packed_bytes = 0;
+    if (const int64_t units = all_units(); units > 0) {
+      const Sequence& s = sequences_.all.front();
+      const int64_t unit_bytes = in_place_ ? 0 : tile_bytes(divide_up(s.k.length, size_.keys));
+      const int64_t wave =
+          unit_bytes == 0 ? units : std::clamp<int64_t>(kWaveBytes * pool_.threads / unit_bytes, 1, units);
+      items = wave * divide_up(s.q.length, size_.rows) * p_.group();
+      packed_bytes = wave * unit_bytes;
+    }
+    const int64_t workers = pool_.workers(items);
+    const int64_t bytes = workers * Buffers(nullptr, *this).reals * static_cast<int64_t>(sizeof(Real)) + packed_bytes;
     return {Arithmetic::name(), size_.rows, size_.keys, static_cast<int>(workers), bytes, backward_bytes};
   }
 
@@ -66,9 +74,7 @@ class ForwardPass {
     if (sequences.longest_q <= kGroupRows) return std::max(kLanes, round_up(sequences.longest_q, kLanes));
     int64_t rows = kMostRows;
     const auto items = [&] {
-      int64_t blocks = 0;
-      for (const Sequence& s : sequences.all) blocks += divide_up(s.q.length, rows);
-      return blocks * p.heads;
+      return p.heads * sum_over<int64_t>(sequences, [&](const Sequence& s) { return divide_up(s.q.length, rows); });
     };
     while (rows > kGroupRows && items() < 8 * pool.threads) rows /= 2;
     return rows;
@@ -110,7 +116,10 @@ class ForwardPass {
     }
   };
 
-  int64_t all_units() const { return p_.heads == 0 ? 0 : static_cast<int64_t>(sequences_.all.size()) * p_.heads_k; }
+  int64_t all_units() const { return p_.heads == 0 ? 0 : sequences_.count * p_.heads_k; }
+  int64_t tile_bytes(int64_t tiles) const {
+    return tiles * (k_tile_ + v_tile_) * static_cast<int64_t>(sizeof(Element));
+  }
 
   // Takes units from `unit` on; returns the first of the next wave.
   int64_t fill_wave(int64_t unit) {
@@ -120,8 +129,7 @@ class ForwardPass {
       const Sequence& s = sequences_.all[unit / p_.heads_k];
       const Unit next{&s, unit % p_.heads_k, divide_up(s.q.length, size_.rows), tiles_, items_};
       const int64_t tiles = tiles_ + next.tiles(size_);
-      const int64_t bytes = tiles * (k_tile_ + v_tile_) * static_cast<int64_t>(sizeof(Element));
-      if (!units_.empty() && !in_place_ && bytes > kWaveBytes * pool_.threads) break;
+      if (!units_.empty() && !in_place_ && tile_bytes(tiles) > kWaveBytes * pool_.threads) break;
       units_.push_back(next);
       tiles_ = tiles;
       items_ += next.blocks * p_.group();
@@ -190,7 +198,7 @@ class ForwardPass {
     const Rows& q = head.sequence.q;
     const int64_t panels = divide_up(rows.size(), kLanes), out_panel = round_up(p_.dim_v, kLanes) * kLanes;
     Arithmetic::pack_queries(p_.dtype, p_.q, p_.q.offset(q.batch, head.head, q.first() + rows.begin), rows.size(),
-                             p_.dim, p_.score.scale, panels, buffers.q_lanes);
+                             p_.dim, Arithmetic::query_scale(p_), panels, buffers.q_lanes);
     std::fill(buffers.row_max, buffers.row_max + panels * kLanes, -INFINITY);
     std::fill(buffers.row_sum, buffers.row_sum + panels * kLanes, Real(0));
 
@@ -257,7 +265,8 @@ class ForwardPass {
     const Keys k = keys_of(unit, n, part.key_range()), v = values_of(unit, n, part.key_range());
     if (!Arithmetic::scores_to_weights(p_, head, part, is_clean, size_, k, buffers.q_lanes, buffers.row_max,
                                        buffers.row_sum, buffers.weights)) {
-      Arithmetic::scores(k, size_, part.keys, p_.dim, buffers.q_lanes, panels, buffers.scores, size_.panel_elements());
+      Arithmetic::scores(Arithmetic::product_scale(p_), k, size_, part.keys, p_.dim, buffers.q_lanes, panels,
+                         buffers.scores, size_.panel_elements());
       for (int64_t panel = 0; panel < panels; ++panel) softmax(head, part.panel(panel), panel, is_first, buffers);
     }
     if (p_.dropout.given())
@@ -324,6 +333,7 @@ class ForwardPass {
     std::fill(factor + rows.size(), factor + round_up(rows.size(), kLanes), Real(0));
     for (int64_t r = 0; r < rows.size(); ++r) {
       Real row_max = buffers.row_max[r], row_sum = buffers.row_sum[r], scale = 1;
+      const bool sees_key = row_sum != 0;
       if (p_.sink != nullptr) {
         const Merge<Real> with_sink = merge(row_max, static_cast<const Real*>(p_.sink)[head.head]);
         row_max = with_sink.row_max;
@@ -331,13 +341,14 @@ class ForwardPass {
         scale = with_sink.scale_a;
       }
       factor[r] = row_sum == 0 ? Real(0) : scale * keep_scale / row_sum;
-      const RowStatistics<Real> statistics = make_statistics(row_max, row_sum);
+      RowStatistics<Real> statistics = make_statistics(row_max, row_sum);
       const auto write = [&](const RowArray& array, Real x) {
         static_cast<Real*>(array.data)[array.offset(q.batch, head.head, q.first() + rows.begin + r)] = x;
       };
+      write(p_.lse, log_sum_exp(statistics));
+      if (!sees_key && row_sum != 0) statistics.log2_sum = INFINITY;
       write(p_.reference, statistics.reference);
       write(p_.log2_sum, statistics.log2_sum);
-      write(p_.lse, log_sum_exp(statistics));
     }
     Real* out = buffers.out_lanes;
     for (int64_t first = 0; first < rows.size(); first += kLanes, out += round_up(p_.dim_v, kLanes) * kLanes) {
@@ -361,13 +372,15 @@ template <class Arithmetic>
 Plan plan_as(const AttentionParams& shape, const ThreadPool& pool) {
   FwdParams p;
   static_cast<AttentionParams&>(p) = shape;
-  return ForwardPass<Arithmetic>(p, pool).plan(backward_workspace_bytes<typename Arithmetic::Real>(shape, pool));
+  return ForwardPass<Arithmetic>(p, Sequences::of_plan(p), pool)
+      .plan(backward_workspace_bytes<typename Arithmetic::Real>(shape, pool));
 }
 
 }  // namespace
 
 void forward(const FwdParams& params, const ThreadPool& pool) {
-  with_arithmetic(params, [&](auto arithmetic) { ForwardPass<decltype(arithmetic)>(params, pool).run(); });
+  with_arithmetic(params,
+                  [&](auto arithmetic) { ForwardPass<decltype(arithmetic)>(params, Sequences(params), pool).run(); });
 }
 
 Plan plan(const AttentionParams& shape, const ThreadPool& pool) {

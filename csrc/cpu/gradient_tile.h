@@ -23,7 +23,7 @@ struct GradientTile {
   Real* dlogits;     // dS with respect to the logits (what a bias receives)
   Real* derivative;  // null without softcap; its derivative, then dS with respect to scale · q·k
   Real *reference, *log2_sum, *delta;
-  Element *q_lanes, *dout_lanes;  // [panel][dim][lane]; Q times scale
+  Element *q_lanes, *dout_lanes;  // [panel][dim][lane]; Q times query_scale
   Element *q_rows, *dout_rows;    // copies for `outer`
   Element* operands;              // P and dS, where the arithmetic needs them in another type
   uint8_t* keep;
@@ -65,8 +65,8 @@ struct GradientTile {
   Sources load_queries(const BwdParams& p, const RowArray& deltas, const HeadContext<Real>& head, Range rows) const {
     const int64_t panels = divide_up(rows.size(), kLanes);
     const Sources sources = load_numbers(p, deltas, head, rows);
-    Arithmetic::pack_queries(p.dtype, sources.q.x, sources.q.offset, rows.size(), p.dim, p.score.scale, panels,
-                             q_lanes);
+    Arithmetic::pack_queries(p.dtype, sources.q.x, sources.q.offset, rows.size(), p.dim, Arithmetic::query_scale(p),
+                             panels, q_lanes);
     Arithmetic::pack_queries(p.dtype, sources.dout.x, sources.dout.offset, rows.size(), p.dim_v, 1, panels, dout_lanes);
     return sources;
   }
@@ -85,7 +85,7 @@ struct GradientTile {
           is_row ? RowStatistics<Real>{read(p.reference, r), read(p.log2_sum, r)} : RowStatistics<Real>{};
       reference[r] = row.reference;
       log2_sum[r] = log2_sum_for_backward(row);
-      delta[r] = is_row ? read(deltas, r) : Real(0);
+      delta[r] = is_row && !is_empty(r) ? read(deltas, r) : Real(0);
       any_empty |= is_row && is_empty(r);
     }
     const auto source = [&](const Operand& x, int64_t dim, uint8_t* copy) -> Source {
@@ -136,9 +136,10 @@ struct GradientTile {
   void compute(const BwdParams& p, const HeadContext<Real>& head, const TilePlace& tile, Keys k, Keys v) const {
     for_each_step(head, tile, [&](const Step& step, int64_t) {
       const int64_t at = step.panel * size.panel_elements();
-      Arithmetic::scores(k, size, step.keys, p.dim, q_lanes + Arithmetic::query_elements(step.panel, p.dim),
-                         step.panels, scores + at, size.panel_elements());
-      Arithmetic::scores(v, size, step.keys, p.dim_v, dout_lanes + Arithmetic::query_elements(step.panel, p.dim_v),
+      Arithmetic::scores(Arithmetic::product_scale(p), k, size, step.keys, p.dim,
+                         q_lanes + Arithmetic::query_elements(step.panel, p.dim), step.panels, scores + at,
+                         size.panel_elements());
+      Arithmetic::scores(1, v, size, step.keys, p.dim_v, dout_lanes + Arithmetic::query_elements(step.panel, p.dim_v),
                          step.panels, dlogits + at, size.panel_elements());
       const int64_t end = step.panel + step.panels;
       TilePlace seen = tile;
@@ -175,7 +176,7 @@ struct GradientTile {
     if (p.dropout.given()) micro_kernels<Real>().drop(keep, panel.keys, s);
     if (capped) {
       Real* x = derivative + at;
-      for (int64_t i = 0; i < elements; ++i) x[i] *= ds[i];
+      for (int64_t i = 0; i < elements; ++i) x[i] = ds[i] == 0 ? Real(0) : x[i] * ds[i];
     }
     if (only_dlogits) return;
     Arithmetic::store_gradients(index, panel.keys, s, capped ? derivative + at : ds, operands, size);

@@ -23,7 +23,7 @@ struct RowOperand {
   int64_t block_stride, row_stride, depth_stride, panel_stride;
 };
 
-// C (+)= A · B.
+// C = A · B or C + A · B, times `factor`.
 //   B(k, panel, lane) = b[panel · b_panel_stride + k · b_stride + lane],   C(row, panel, lane) alike
 template <class Real>
 struct Product {
@@ -34,6 +34,7 @@ struct Product {
   Real* c;
   int64_t c_stride, c_panel_stride;
   bool accumulate;
+  Real factor = 1;
 };
 
 // One step of the online softmax over the scores of one panel (paper, Algorithm 1, lines 10 to 12): updates the running
@@ -49,7 +50,7 @@ struct SoftmaxStep {
 };
 
 // One panel of backward: S becomes P = exp2((S - reference) · log2 e - log2_sum), dP becomes
-// dS = P · (keep_scale · dP - delta).
+// dS = P · (keep_scale · dP - delta), and 0 where P is 0: a hidden key's dP may be NaN.
 template <class Real>
 struct GradientStep {
   int64_t keys;
@@ -106,6 +107,7 @@ struct MicroKernels {
   void (*softcap)(int64_t count, Real scale, Real softcap, Real* scores, Real* derivative);
   // s[key][lane] -= slope · |distance + lane - key|, which is below 2^31.
   void (*add_alibi)(int64_t keys, Real scale, Real slope, int64_t distance, Real* scores);
+  // -inf hides a key, whatever its score is.
   void (*add_bias)(const PanelRows&, Real scale, Real* scores);
   // s = -inf where the byte is 0; for keys [first, last), where a lane does not see them.
   void (*hide_masked)(const PanelBytes&, Real* scores);

@@ -13,16 +13,32 @@ namespace flash::cpu {
 struct Sequences {
   std::vector<Sequence> all;
   int64_t longest_q = 0, longest_k = 0;
+  int64_t count = 0;  // all.size(), but where one stands for all
 
-  explicit Sequences(const AttentionParams& p) {
-    all.reserve(static_cast<size_t>(p.batch));
-    for (int64_t b = 0; b < p.batch; ++b) {
+  explicit Sequences(const AttentionParams& p) : Sequences(p, p.batch) {}
+
+  // Of a plan, where all have the same length: the first stands for them.
+  static Sequences of_plan(const AttentionParams& p) { return {p, std::min<int64_t>(p.batch, 1)}; }
+
+ private:
+  Sequences(const AttentionParams& p, int64_t some) : count(p.batch) {
+    all.reserve(static_cast<size_t>(some));
+    for (int64_t b = 0; b < some; ++b) {
       all.push_back(sequence(p, b));
       longest_q = std::max(longest_q, all.back().q.length);
       longest_k = std::max(longest_k, all.back().k.length);
     }
   }
 };
+
+// The sum of a number over all sequences.
+template <class Value, class NumberOf>
+Value sum_over(const Sequences& sequences, const NumberOf& number_of) {
+  Value sum = 0;
+  for (const Sequence& s : sequences.all) sum += number_of(s);
+  if (sequences.all.empty()) return sum;
+  return sum * static_cast<Value>(sequences.count / static_cast<int64_t>(sequences.all.size()));
+}
 
 // Items (sequence, unit, block): `units` heads of each sequence, each cut into blocks of `block` rows. The item list
 // itself is never stored: one running count per sequence finds an item again.
@@ -62,9 +78,10 @@ inline ThreadPool pool_for(const ThreadPool& pool, double multiply_adds) {
 }
 
 inline double score_elements(const AttentionParams& p, const Sequences& sequences) {
-  double pairs = 0;
-  for (const Sequence& s : sequences.all) pairs += static_cast<double>(s.q.length) * static_cast<double>(s.k.length);
-  return pairs * static_cast<double>(p.heads);
+  const auto pairs = [](const Sequence& s) {
+    return static_cast<double>(s.q.length) * static_cast<double>(s.k.length);
+  };
+  return sum_over<double>(sequences, pairs) * static_cast<double>(p.heads);
 }
 
 }  // namespace flash::cpu

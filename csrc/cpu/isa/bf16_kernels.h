@@ -417,7 +417,8 @@ void gradient_step(const GradientStep<float>& t, float scale, const Bf16Gradient
   store_operands(g, t.keys, [&](int64_t key, __m512& p, __m512& ds) {
     const __m512 s = _mm512_load_ps(t.scores + key * kLanes), dp = _mm512_load_ps(t.gradients + key * kLanes);
     p = exponent.power(s);
-    ds = _mm512_mul_ps(p, _mm512_fmsub_ps(dp, keep_scale, delta));
+    const __mmask16 counts = _mm512_cmp_ps_mask(p, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    ds = _mm512_maskz_mul_ps(counts, p, _mm512_fmsub_ps(dp, keep_scale, delta));
   });
 }
 

@@ -280,7 +280,8 @@ struct Panels {
     transpose_square<kWidth>(r);
     const auto add = [&](int64_t key, Vector values) {
       Real* to = scores + key * kLanes;
-      if (kWhole || key < keys) V::store(to, scale * V::load(to) + values);
+      if (kWhole || key < keys)
+        V::store(to, V::select(values == V::broadcast(-V::kInfinity), values, scale * V::load(to) + values));
     };
     for (int j = 0; j < kWidth; ++j) {
       if constexpr (kIsHalf<kType>) {

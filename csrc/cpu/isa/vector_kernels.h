@@ -146,9 +146,11 @@ struct Vectors {
       }
       // The sum of a slice is added to C as a whole: rounding grows with the number of slices, not with the depth.
       const bool accumulate = p.accumulate || k > kSlice;
+      const Vector factor = broadcast(k < p.depth ? Real(1) : p.factor);
       for (int v = 0; v < kV; ++v) {
         Real* out = p.c + row * p.c_stride + offset(vector + v, p.c_panel_stride);
-        for (int r = 0; r < kR; ++r, out += p.c_stride) store(out, accumulate ? load(out) + c[r][v] : c[r][v]);
+        for (int r = 0; r < kR; ++r, out += p.c_stride)
+          store(out, factor * (accumulate ? load(out) + c[r][v] : c[r][v]));
       }
     } while (k < p.depth);
   }
@@ -225,7 +227,8 @@ struct Vectors {
       for (int64_t at = lane; at < t.keys * kLanes; at += kLanes) {
         const Vector p = exp<true>(load(t.scores + at) - reference) * inverse_sum;
         store(t.scores + at, p);
-        store(t.gradients + at, p * (load(t.gradients + at) * keep_scale - delta));
+        const Vector difference = load(t.gradients + at) * keep_scale - delta;
+        store(t.gradients + at, select(p == Vector{}, Vector{}, p * difference));
       }
     }
   }
