@@ -5,8 +5,8 @@
 // R, the reference in the exponent, is in units of the logits S (natural logarithm); any number near the row's maximum
 // serves, as long as numerator and denominator use the same one. One LSE cannot replace the pair: at logits of 1e4 an
 // fp32 LSE has an absolute error of 5e-4, and so would every probability that is rebuilt from it. A row that sees
-// nothing has R = 0, log2 ℓ = -inf; on the CPU one that sees nothing but a sink has R = sink, log2 ℓ = +inf (not the 0
-// of a sum that is exp(sink - R) alone): it has no P, and neither its q nor its dO counts.
+// nothing has R = 0, log2 ℓ = -inf; one that sees nothing but a sink has R = sink, log2 ℓ = +inf (not the 0 of a sum that
+// is exp(sink - R) alone): it has no P, and neither its q nor its dO counts.
 #pragma once
 
 #include <cmath>
@@ -45,13 +45,20 @@ FLASH_HOST_DEVICE bool sees_sink_alone(RowStatistics<Real> row) {
 
 template <class Real>
 FLASH_HOST_DEVICE Real log_sum_exp(RowStatistics<Real> row) {
-  return row.reference + kLn2<Real> * row.log2_sum;
+  return sees_sink_alone(row) ? row.reference : row.reference + kLn2<Real> * row.log2_sum;
 }
 
 // What backward subtracts in place of log2 ℓ: +inf for an empty row, so that every P of it is 0 whatever S is.
 template <class Real>
 FLASH_HOST_DEVICE Real log2_sum_for_backward(RowStatistics<Real> row) {
   return row.log2_sum == -INFINITY ? Real(INFINITY) : row.log2_sum;
+}
+
+// The sink's own weight, exp(sink - LSE).
+template <class Real>
+FLASH_HOST_DEVICE Real sink_weight(RowStatistics<Real> row, Real sink) {
+  const Real log2_sum = sees_sink_alone(row) ? Real(0) : log2_sum_for_backward(row);
+  return std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum);
 }
 
 // How far two partial results over disjoint keys must be scaled to share one reference.

@@ -40,10 +40,7 @@ void sink_gradient(const BwdParams& p, const Sequences& sequences, const RowArra
   for (const Sequence& s : sequences.all) {
     for (int64_t i = 0; i < s.q.length; ++i) {
       const RowStatistics<Real> row{read<Real>(p.reference, s.q, head, i), read<Real>(p.log2_sum, s.q, head, i)};
-      const Real weight = sees_sink_alone(row)
-                              ? Real(1)
-                              : std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum_for_backward(row));
-      sum -= static_cast<double>(weight) * static_cast<double>(read<Real>(delta, s.q, head, i));
+      sum -= static_cast<double>(sink_weight(row, sink)) * static_cast<double>(read<Real>(delta, s.q, head, i));
     }
   }
   static_cast<Real*>(p.dsink)[head] = static_cast<Real>(sum);

@@ -117,7 +117,11 @@ __global__ void __launch_bounds__(kRowThreads) numbers_kernel(const __grid_const
   __syncthreads();
 
   QueryNumbers result;
-  if (own < there) result = {statistics, statistics.log2_sum == -INFINITY ? 0.f : sums[own] - dlse};
+  if (own < there) {
+    // Rows without keys have no O, and their dO may be NaN.
+    const float of_keys = log2_sum_for_backward(statistics) == INFINITY ? 0.f : sums[own];
+    result = {statistics, statistics.log2_sum == -INFINITY ? 0.f : of_keys - dlse};
+  }
   if (own < Table::kRows) Table::store(table, own, result);
   const bool any_special = __syncthreads_or(own < there && result.is_special());
   if (own < 4) table[Table::kSpecial + own] = any_special ? 1.f : 0.f;
@@ -138,7 +142,7 @@ __global__ void __launch_bounds__(kRowThreads)
     const int64_t first_tile = head * all_tiles + first_row_tile<Table::kRows>(p, m_blocks, b);
     for (int64_t row = threadIdx.x; row < rows.length; row += kRowThreads) {
       const RowStatistics<float> s = statistics_of(p, rows, head, row);
-      const float weight = exp2f((sink - s.reference) * kLog2E<float> - log2_sum_for_backward(s));
+      const float weight = sink_weight(s, sink);
       const float* table = numbers + (first_tile + row / Table::kRows) * Table::kFloats;
       sum += static_cast<double>(weight) * Table::minus_delta(table, static_cast<int>(row % Table::kRows));
     }

@@ -10,6 +10,7 @@
 #include "gpu/ptx/copy.cuh"
 #include "gpu/ptx/math.cuh"
 #include "gpu/tile/panels.cuh"
+#include "gpu/tile/score.cuh"
 
 namespace flash {
 
@@ -109,8 +110,9 @@ struct LogitOptions {
     const int64_t row = sequence.q.leftpad + query, column = sequence.k.leftpad + key;
     if (p.bias.given()) {
       const int64_t at = p.bias.offset(sequence.index, head, row, column);
-      s += p.bias.dtype == DataType::kFloat32 ? static_cast<const float*>(p.bias.data)[at]
-                                              : ptx::unpack_low<kType>(static_cast<const uint16_t*>(p.bias.data)[at]);
+      const float bias = bias_at<kType>(p, at);
+      if (bias == -INFINITY) return false;  // whatever s is
+      s += bias;
     }
     return !p.mask.given() ||
            static_cast<const uint8_t*>(p.mask.data)[p.mask.offset(sequence.index, head, row, column)] != 0;

@@ -108,6 +108,12 @@ __device__ __forceinline__ void for_each_row(const FragmentPlace& place, const B
       if (const int row = place.row + 16 * m + 8 * half; row < place.rows) body(m, half, row);
 }
 
+template <DataType kType>
+__device__ __forceinline__ float bias_at(const AttentionParams& p, int64_t at) {
+  return p.bias.dtype == DataType::kFloat32 ? static_cast<const float*>(p.bias.data)[at]
+                                            : ptx::unpack_low<kType>(static_cast<const uint16_t*>(p.bias.data)[at]);
+}
+
 // S += bias; -inf where the mask says so. Nothing outside the sequence is read.
 template <DataType kType, int kM, int kN>
 __device__ __forceinline__ void add_bias_and_mask(float (&rS)[kM][kN][4], const FragmentPlace& place,
@@ -125,9 +131,9 @@ __device__ __forceinline__ void add_bias_and_mask(float (&rS)[kM][kN][4], const 
           const int column = 8 * n + c;
           if (first_column + column >= place.keys) continue;
           const int64_t at = offset + column * p.bias.column_stride;
-          rS[m][n][2 * half + c] += p.bias.dtype == DataType::kFloat32
-                                        ? static_cast<const float*>(p.bias.data)[at]
-                                        : ptx::unpack_low<kType>(static_cast<const uint16_t*>(p.bias.data)[at]);
+          const float bias = bias_at<kType>(p, at);
+          float& s = rS[m][n][2 * half + c];
+          s = bias == -INFINITY ? bias : s + bias;  // it hides a NaN, too
         }
     }
     if (p.mask.given()) {

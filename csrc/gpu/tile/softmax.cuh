@@ -172,6 +172,7 @@ __device__ __forceinline__ FinishedRow finish_row(float reference, float row_sum
     correction += fmaf(reference, unit.to_natural, -natural) * kLog2E<float>;
   }
   const float sum = row_sum * exp2f(correction);
+  if (empty && sink != -INFINITY) return {{sink, INFINITY}, 0.f};
   if (sink == -INFINITY) return {make_statistics(natural, sum), row_sum == 0 ? 0.f : 1.f / row_sum};
   const Merge<float> with_sink = merge(natural, sink);
   const float total = sum * with_sink.scale_a + with_sink.scale_b;

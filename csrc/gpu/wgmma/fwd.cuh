@@ -133,6 +133,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
   const auto release_v = [&] { self.release(messages.v_empty[self.v.stage]), self.v.advance(); };
   const auto release_q = [&] { self.release(messages.q_empty[self.q.stage]), self.q.advance(); };
   const auto release_k = [&] {
+    __syncwarp();  // everybody has read what the loader says of it
     if (F::kStagesQ == 1 && (block & kIsLast) != 0) release_q();
     self.release(messages.k_empty[self.k.stage]), self.k.advance();
   };
@@ -146,7 +147,6 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       read_block();
       const int end = work.seen_end + 64 * self.warpgroup + 63;
       if ((block & (kHasHidden | kIsLast)) != kHasHidden || (block & kBlockNumber) * F::kKeys < end) return passed;
-      __syncwarp();  // everybody has read what the loader says of it
       release_k();
       ++passed;
     }
@@ -188,12 +188,13 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       return FragmentPlace{work.first_row + own_row + self.lane / 4, self.lane % 4 * 2, work.rows, work.keys};
     };
     LazySoftmax softmax(unit);
-    WarpDropout<1, F::kDropout ? F::kKeys : 0, false> dropout;
+    WarpDropout<1, F::kDropout ? F::kKeys : 0, (F::kConsumerRegisters > 112)> dropout;
     if constexpr (F::kDropout) dropout.begin(work.dropout, place().row, place().column);
+    const bool drops = F::kKey.variant == Variant::dropout || (F::kDropout && p.dropout.given());
     const float slope = F::kModified ? alibi_slope<float>(p.score, work.batch, work.head) : 0.f;
     const auto draw = [&] {
       if constexpr (F::kDropout)
-        if (p.dropout.given()) dropout.draw(work.dropout, (block & kBlockNumber) * F::kKeys);
+        if (drops) dropout.draw(work.dropout, (block & kBlockNumber) * F::kKeys);
     };
     const auto finish_score = [&] {
       const int first_key = (block & kBlockNumber) * F::kKeys;
@@ -206,7 +207,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     };
     const auto drop = [&] {
       if constexpr (F::kDropout)
-        if (p.dropout.given()) {
+        if (drops) {
 #pragma unroll
           for (int depth = 0; depth < F::kValueDepth; ++depth)
             dropout.drop(rP[depth], 0, depth, work.dropout, (block & kBlockNumber) * F::kKeys, launch.threshold);
@@ -226,9 +227,9 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     }
 #pragma unroll
     for (int i = 0; i < F::kO * 4; ++i) rO[0][i / 4][i % 4] = 0;
-    draw();
     finish_score();
     begin_rows(softmax, rS[0], unit.to_log2);
+    draw();
     add_block<F::kKey.dtype>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
     drop();
 
@@ -242,7 +243,6 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       ask_for_value();
       if (!F::kTile.long_turns) self.end_turn();
       read_block();
-      draw();
       ptx::wgmma_wait<1>();
       if (F::kTile.long_turns) self.end_turn();
       ptx::pin(rS[0]);
@@ -251,6 +251,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       ptx::wgmma_wait<0>();
       ptx::pin(rO[0]);
       release_v();
+      draw();  // here, where it fills the gaps between exponentials
       add_block<F::kKey.dtype>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
       drop();
     }

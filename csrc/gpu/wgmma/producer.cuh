@@ -95,7 +95,14 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
   ptx::forget_memory();
   work.steps = TileSteps(launch.tiles, work.batch, work.head, work.first_row / F::kRows);
   if (launch.tiles.steps != nullptr) last = work.steps.before(min(last + 1, launch.tiles.other_tiles));
-  work.last = last;
+  work.last = work.start = last;
+  if constexpr (F::kModified)
+    if (p.score.alibi_slopes != nullptr) {
+      // From the diagonal on, so that scores fall, on the whole, and few rows ask for another reference.
+      const int64_t diagonal = (rows.end - 1 + work.visibility.diagonal) / F::kKeys;
+      if (diagonal < last) work.start = diagonal < work.begin ? -1 : work.steps.before(static_cast<int>(diagonal) + 1);
+      if (work.start < work.begin) work.start = last;
+    }
   work.state = last >= work.begin ? TileWork::kBlocks : TileWork::kNoBlocks;
   return true;
 }
@@ -159,10 +166,10 @@ struct Loader {
     }
   }
 
-  __device__ __forceinline__ void load_k(const TileWork& work, int n, int next) {
+  __device__ __forceinline__ void load_k(const TileWork& work, int n, bool is_last) {
     ptx::mbarrier_wait(messages.address(messages.k_empty[k.stage]), k.parity ^ 1);
     const bool has_hidden = n < work.full_begin || n >= work.full_end;
-    if (elected) messages.block[k.stage] = n | (has_hidden ? kHasHidden : 0) | (next < work.begin ? kIsLast : 0);
+    if (elected) messages.block[k.stage] = n | (has_hidden ? kHasHidden : 0) | (is_last ? kIsLast : 0);
     load_keys(Buffers<F>::kK + k.stage * F::kBytesKV, messages.address(messages.k_full[k.stage]), work, n, maps.k,
               maps.k_eight, maps.k_one);
     __syncwarp();
@@ -212,14 +219,17 @@ struct Loader {
       const TileWork& work = messages.tile[slot.stage];
       const TileWork::State state = work.state;
       if (state == TileWork::kBlocks) {
-        const int last = work.last, begin = work.begin;
+        const int start = work.start;
+        int begin = work.begin, behind = F::kModified && start != work.last ? work.last : kNone;
 #pragma unroll 1
-        for (int n = last; n >= begin;) {
-          const int next = work.steps.before(n);
-          load_k(work, n, next);
+        for (int n = start; n != kNone;) {
+          int next = work.steps.before(n);
+          if (F::kModified && next < begin && behind != kNone) next = behind, begin = start + 1, behind = kNone;
+          if (next < begin) next = kNone;
+          load_k(work, n, next == kNone);
           load_waiting();
           waiting = n, waiting_slot = slot.stage;
-          if (n == last) load_q(work);
+          if (n == start) load_q(work);
           n = next;
         }
       } else {

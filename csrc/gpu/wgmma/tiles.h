@@ -39,14 +39,14 @@ constexpr Tiles fwd_tiles(KernelKey key) {
     return {{{4, 64, 2, 3}, is_modified ? kFlat : kSquare}};
   }
   if (key.head_dim <= 96) {
-    if (is_plain) return {{kSquare, {3, 96, 2, 2}, {3, 80, 2, 3}}};
+    if (is_plain) return {{{3, 96, 2, 2, 4096, 4096}, kSquare, {3, 80, 2, 3}}};
     return {{is_modified ? kFlat : kSquare}};
   }
   if (key.head_dim <= 128) {
-    if (is_plain) return {{{3, 80, 2, 3, 8192, 16384}, kSquare, kFlat, {3, 64, 2, 3}}};
+    if (is_plain) return {{{3, 64, 2, 3, 4096, 4096}, kSquare, kFlat}};
     return {{{3, 64, 2, 3}, is_modified ? kFlat : kSquare}};
   }
-  if (key.head_dim <= 192 && is_plain) return {{{2, 96, 1, 2}, {2, 64, 1, 2}}};
+  if (key.head_dim <= 192 && is_plain) return {{{2, 96, 1, 2, 4096, 8192}, {2, 64, 1, 2}}};
   return {{{2, 64, 1, 2}}};
 }
 

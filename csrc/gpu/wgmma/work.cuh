@@ -57,9 +57,10 @@ struct TileWork {
   Sequence sequence;
   Visibility visibility;
   DropoutStream dropout;  // of this sequence and head
-  // Key blocks that are visited, from the last to the first, and those among them of which every row sees every key.
+  // Key blocks that are visited, from `start` down to the first and then from the last down to behind `start`; those among
+  // them of which every row sees every key.
   TileSteps steps;
-  int begin, last, full_begin, full_end;
+  int begin, start, last, full_begin, full_end;
   int seen_begin, seen_end;  // keys that the tile's first row sees, before the ends of the sequence
   // Of the tile's first row.
   uint16_t* out;
