@@ -4,9 +4,9 @@
     flash_attn/_C_cuda.so   the GPU kernels of csrc/kernels.def; needs nvcc, but neither a GPU nor a CUDA build of torch
 
 torch's BuildExtension compiles the host code and links. Files that need flags of their own (an instruction set, a
-`-gencode`) are compiled before that by a ninja file of ours, since an Extension has one list of flags for all its
-files; their objects join through `extra_objects`. Neither library holds a Python symbol, and both use torch's stable
-ABI, so one wheel serves every Python and every torch from 2.10 on.
+`-gencode`) are compiled before that by a ninja file of ours, since an Extension has one list of flags for all files;
+their objects join through `extra_objects`. No library holds a Python symbol, and both use torch's stable ABI, so one
+wheel serves every Python and every torch from 2.10 on.
 
 Environment:
     FLASH_ATTN_NVCC         nvcc to use; else that of CUDA_HOME, CUDA_PATH, PATH, /usr/local/cuda
@@ -49,6 +49,7 @@ ROOT = Path(__file__).resolve().parent
 PACKAGE = "flash_attn"
 NAMESPACE = "flash"  # of all C++ code
 KERNEL_TABLE = Path("csrc/kernels.def")
+STATIC_SHARED = 512  # kStaticShared of csrc/gpu/mma_sync/tiles.h
 GPU_BINDING = Path("csrc/binding/ops_cuda.cpp")
 
 # The oldest torch that the libraries run on; the headers refuse whatever is newer than that.
@@ -193,7 +194,7 @@ def compile_units(units: Sequence[Unit], directory: Path) -> list[str]:
 
 
 def ptxas_problems(log: str) -> list[str]:
-    """Spills and C75xx messages (wgmma serialised and the like) of a `ptxas -v` log, each with its kernel."""
+    """What no kernel may have: spills, C75xx (wgmma serialised, ...), more static shared memory than the host counts."""
     problems, function = [], "?"
     for line in log.splitlines():
         if match := re.search(r"(?:Function properties for|Compiling entry function) '?([\w$.]+)", line):
@@ -201,6 +202,9 @@ def ptxas_problems(log: str) -> list[str]:
         spill = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)
         if (spill and spill.groups() != ("0", "0")) or re.search(r"\bC75\d\d\b", line):
             problems.append(f"{function}: {line.strip()}")
+        shared = re.search(r"(\d+) bytes smem", line)
+        if shared and re.search(r"mma_sync::\w*wd_kernel", function) and int(shared[1]) > STATIC_SHARED:
+            problems.append(f"{function}: {shared[1]} bytes of static shared memory, of {STATIC_SHARED} counted with")
     return problems
 
 
@@ -210,11 +214,8 @@ def demangle(symbol: str) -> str:
 
 
 def check_symbols(library: Path) -> None:
-    """Fails with the names of functions of ours that `library` uses and no object defines.
-
-    The linker lets a shared library have undefined symbols, and this one must have some (torch's), so a kernel that
-    is listed but was not generated would only be missed at load time.
-    """
+    """Fails with the names of functions of ours that `library` uses and no object defines. The linker lets undefined
+    symbols be (torch's must be), so a kernel that is listed but was not generated would only be missed at load time."""
     undefined = subprocess.check_output(["nm", "-uC", str(library)], text=True).splitlines()
     missing = [line.split(maxsplit=1)[1] for line in undefined if re.search(rf"\b{NAMESPACE}::", line)]
     if missing:

@@ -253,6 +253,20 @@ def test_spills_and_serialised_wgmma_are_problems() -> None:
     assert "C7510" in problem
 
 
+def test_more_static_shared_memory_than_the_host_counts_with_is_a_problem() -> None:
+    """Alignment of the dynamic part to 1024 bytes made 240 bytes 1024: cards with 163 or 99 KB refused launches."""
+    (counted,) = re.findall(r"kStaticShared = (\d+);", (ROOT / "csrc/gpu/mma_sync/tiles.h").read_text())
+    assert build.STATIC_SHARED == int(counted)
+    kernel = (
+        "ptxas info    : Compiling entry function '_ZN5flash8mma_sync10bwd_kernelILi128EEEvv' for 'sm_80'\n"
+        "ptxas info    : Used 255 registers, used 1 barriers, {} bytes smem, 1480 bytes cmem[0]\n"
+    )
+    assert build.ptxas_problems(kernel.format(build.STATIC_SHARED)) == []
+    (problem,) = build.ptxas_problems(kernel.format(1024))
+    assert "bwd_kernel" in problem and "1024 bytes of static shared memory" in problem
+    assert build.ptxas_problems(kernel.format(1024).replace("10bwd_kernel", "11sink_kernel")) == []
+
+
 def trivial_units(table: str, folder: Path) -> list[object]:
     return build.gpu_units(build.read_table(table), NVCC, folder, [TRIVIAL, ROOT / "csrc"])
 

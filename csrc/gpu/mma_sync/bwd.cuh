@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ BwdLaunch launch) {
   using F = Bwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
   constexpr KernelKey kKey = F::kKey;
-  extern __shared__ __align__(1024) uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
   static __shared__ __align__(16) uint8_t work_bytes[sizeof(BwdWork)];
   static __shared__ __align__(8) uint8_t barrier_bytes[3 * 8];
   BwdWork& work = *reinterpret_cast<BwdWork*>(work_bytes);
@@ -97,11 +97,13 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     for (const auto& barrier : {ds_there, rows_there, last_block_over}) barrier.init(F::kWarps);
   __syncthreads();  // `work` is there
 
-  // Where this lane reads for S and dP, kept. The other places are made anew: there are no registers for them.
+  // Where this lane reads and writes, kept: made anew for each row block it is 100 instructions. What serves fewer of
+  // them is made anew where there are no registers for it.
   const auto a_kv = F::ReaderKV::rows_first(sK, lane, key_warp * F::kM).kept();
   const auto b_q = F::ReaderQ::columns_first(sQ, lane, split * F::kN / 2).kept();
   const auto b_rows =
       (F::kDealt ? F::ReaderQ::dealt_rows_first(sQ, lane, split) : F::ReaderQ::rows_first(sQ, lane, 0, split)).kept();
+  const Places<F> kept_places = Places<F>(sP, sdS, sK, threadIdx.x).kept();
   RowStream<F> stream(p, launch, work, sQ, sNumbers);
 
   float rdK[F::kM][F::kO][4] = {}, rdV[F::kM][F::kO][4] = {};
@@ -143,7 +145,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     const Zeros zeros;
     float rS[F::kM][F::kN][4];
     score(rS, zeros, 0, 0, 0, [](int) {});
-    last_block_over.arrive();
+    last_block_over.wait(parity ^ 1);
+    const RowBlockIndex next = stream.after(block);
+    if constexpr (F::kStages == 2) stream.copy(next, next_stage);
 
     // P = exp2(S · c - shift), beside dPᵀ = V dOᵀ, from -delta on; dS = P · (dP - delta)
     const bool hides = !F::kBiased && (block.m < work.m_full_begin || block.m >= work.m_full_end);
@@ -151,9 +155,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if (is_special) rebase_far<F>(rS, fragments(), numbers, launch);
       if (hides) replace_unseen(rS, fragments().place, work.visibility, -INFINITY);
     }
-    const int thread = static_cast<int>(ptx::opaque(threadIdx.x)), here = thread % 32;
-    const ScoreStore<F> scores{ScoreStore<F>::first(sP, thread / (32 * F::kSplits) * F::kWarpKeys,
-                                                    thread / 32 % F::kSplits * F::kWarpRows, here)};
+    const auto places = F::kKeepsPlaces ? kept_places : Places<F>(sP, sdS, sK, ptx::opaque(threadIdx.x));
     constexpr int kParts = F::kScoreParts, kNOfPart = F::kN / kParts, kPieces = Pieces<F>::kCount / kParts;
     static_for<kParts>([&](auto part) {
       constexpr int kFirst = part.value * kNOfPart;
@@ -186,27 +188,22 @@ __global__ void __launch_bounds__(kThreads, kCtas)
           replace_unseen(rdP, place, work.visibility, 0);
         }
       }
-      if constexpr (part.value == 0) last_block_over.wait(parity);
 #pragma unroll
       for (int piece = part.value * kPieces; piece < (part.value + 1) * kPieces; ++piece) {
-        scores.store(rS, piece);
-        scores.store(rdP, piece, kFirst, F::kBytesScore);
+        places.scores.store(rS, piece);
+        places.scores.store(rdP, piece, kFirst, F::kBytesScore);
       }
     });
     if (launch.turn_order.taken) wait_for_turn<F>(launch, work, block);
     ds_there.arrive();
     sync_key_warps();  // their P and dS are there
 
-    const RowBlockIndex next = stream.after(block);  // here there are registers for it
-    if constexpr (F::kStages == 2) stream.copy(next, next_stage);
-
     // dV += Pᵀ dO; dQ += dS K, of this warp's rows and columns; dK += dSᵀ Q, and beside it dQ is added
-    const auto a_scores = F::ReaderScore::rows_first(sP, here, thread / (32 * F::kSplits) * F::kM);
     const auto outer = [&](float (&r)[F::kM][F::kO][4], int score_bytes, int q_bytes, const auto& beside) {
       const auto b = b_rows.behind(stage * 2 * F::kBytesQ);
       add_product<kKey, F::kRows / 16>(
           r, [&](int m, int n) -> const float (&)[4] { return r[m][n]; },
-          [&](uint32_t (&x)[4], int block, int depth) { a_scores.load(x, block, depth, score_bytes); },
+          [&](uint32_t (&x)[4], int block, int depth) { places.a_scores.load(x, block, depth, score_bytes); },
           [&](uint32_t (&x)[4], int block, int depth) {
             if constexpr (F::kDealt)
               b.load_dealt_transposed(x, depth, block * F::kSplits, q_bytes);
@@ -224,12 +221,10 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       const auto add = [&](int i, bool adds) {
         ptx::add_global_if(adds, dq + i * F::kThreads, rdQ[i / (F::kDqN * 4)][i / 4 % F::kDqN][i % 4]);
       };
-      const int row_warp = thread / 32 % F::kTile.dq_row_warps, dq_split = thread / 32 / F::kTile.dq_row_warps;
-      const auto a_dq = F::ReaderScore::columns_first(sdS, here, 0, row_warp * F::kDqM);
       const auto multiply_dq = [&](int part) {
-        const auto b = F::ReaderKV::rows_first(sK, here, 0, dq_split + part * (F::kDqAtOnce / 16 * F::kDqSplits));
+        const auto b = part == 0 ? places.b_dq : Places<F>::b_dq_of(part, sK, threadIdx.x);
         add_product<kKey, F::kKeys / 16>(
-            rdQ, zeros, [&](uint32_t (&x)[4], int block, int depth) { a_dq.load_transposed(x, depth, block); },
+            rdQ, zeros, [&](uint32_t (&x)[4], int block, int depth) { places.a_dq.load_transposed(x, depth, block); },
             [&](uint32_t (&x)[4], int block, int depth) { b.load_transposed(x, depth, block * F::kDqSplits); },
             [](int) {});
       };
@@ -257,6 +252,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       rows_there.arrive();
       outer(rdK, F::kBytesScore, 0, [](int) {});
     }
+    last_block_over.arrive();
     if constexpr (F::kStages == 2) {
       rows_there.wait(parity);
     } else {

@@ -70,6 +70,34 @@ struct ScoreStore {
   }
 };
 
+// Where a thread writes P and dS, and where it reads them, and K for dQ.
+template <class F>
+struct Places {
+  ScoreStore<F> scores;
+  typename F::ReaderScore a_scores, a_dq;
+  typename F::ReaderKV b_dq;
+
+  __device__ __forceinline__ Places(uint32_t sP, uint32_t sdS, uint32_t sK, uint32_t thread) {
+    const int lane = thread % 32, warp = thread / 32, key_warp = warp / F::kSplits;
+    scores = {ScoreStore<F>::first(sP, key_warp * F::kWarpKeys, warp % F::kSplits * F::kWarpRows, lane)};
+    a_scores = F::ReaderScore::rows_first(sP, lane, key_warp * F::kM);
+    a_dq = F::ReaderScore::columns_first(sdS, lane, 0, warp % F::kTile.dq_row_warps * F::kDqM);
+    b_dq = b_dq_of(0, sK, thread);
+  }
+  // Of a part of dQ's columns.
+  static __device__ __forceinline__ typename F::ReaderKV b_dq_of(int part, uint32_t sK, uint32_t thread) {
+    const int split = thread / 32 / F::kTile.dq_row_warps;
+    return F::ReaderKV::rows_first(sK, thread % 32, 0, split + part * (F::kDqAtOnce / 16 * F::kDqSplits));
+  }
+
+  __device__ __forceinline__ Places kept() const {
+    Places same = *this;
+    same.scores.address = ptx::opaque(scores.address);
+    same.a_scores = a_scores.kept(), same.a_dq = a_dq.kept(), same.b_dq = b_dq.kept();
+    return same;
+  }
+};
+
 // S - R in S's own unit for the queries that are far (QueryNumbers).
 template <class F>
 __device__ __forceinline__ void rebase_far(float (&rS)[F::kM][F::kN][4], const GradientTile& tile,

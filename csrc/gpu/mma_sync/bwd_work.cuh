@@ -44,6 +44,7 @@ struct Bwd {
   static constexpr bool kBiased = kKey.variant == Variant::biased;
   // dP is made, and P and dS with it, of this many parts of a warp's rows: 32 of them at most leave registers.
   static constexpr int kScoreParts = kBiased ? 1 : (kN + 3) / 4;
+  static constexpr bool kKeepsPlaces = kHeadDim <= 128;
   using CopyKV = TileCopy<kKey.arch, kKeys, kHeadDim, kThreads, kBiased, kPeriod>;
   using CopyQ = TileCopy<kKey.arch, kRows, kHeadDim, kThreads, kBiased, kPeriod>;
   static_assert(kWarpKeys % 16 == 0 && kWarpRows % 16 == 0 && kColumns % 16 == 0 && kDqRows % 16 == 0 &&

@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     fwd_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ FwdLaunch launch) {
   using F = Fwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
   using CopyKV = typename F::CopyKV;
-  extern __shared__ __align__(1024) uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t shared[];
   static __shared__ __align__(16)
       uint8_t work_bytes[sizeof(Work)];  // bytes, because a Work would want to be constructed
   Work& work = *reinterpret_cast<Work*>(work_bytes);

@@ -28,7 +28,7 @@ struct Tile {
   }
 };
 
-// What a CTA takes beside its tiles.
+// What a CTA takes beside its tiles, at most; setup.py looks at what kernels really take.
 inline constexpr int kStaticShared = 512;
 
 // In order of preference: the first that suits the card and the call is used. Unused places have no rows.

@@ -14,12 +14,12 @@ struct SplitBarrier {
 
   // By one thread, before a __syncthreads.
   __device__ __forceinline__ void init(int warps) const {
-    if constexpr (kArch >= Arch::sm80) ptx::mbarrier_init(address, warps);
+    if constexpr (kArch >= Arch::sm80) ptx::mbarrier_init(address, warps * ptx::kArrivalsOfWarp);
   }
   __device__ __forceinline__ void arrive() const {
     if constexpr (kArch >= Arch::sm80) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(address);
+      ptx::mbarrier_arrive_of_warp(address, threadIdx.x % 32);
     }
   }
   __device__ __forceinline__ void wait(int parity) const {

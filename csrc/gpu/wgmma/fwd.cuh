@@ -33,7 +33,7 @@ struct Consumer {
 
   // One lane of each warp says that the warp needs a buffer no longer.
   __device__ __forceinline__ void release(const uint64_t& empty) const {
-    if (lane == 0) ptx::mbarrier_arrive(messages.address(empty));
+    ptx::mbarrier_arrive_of_warp(messages.address(empty), lane);
   }
   __device__ __forceinline__ void wait(const uint64_t& full, int parity) const {
     ptx::mbarrier_wait(messages.address(full), parity);
@@ -297,15 +297,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x == 0) {
     if ((ptx::shared_address(shared) & 0xFFFFFF) != kSharedBegin) __trap();
-    constexpr int kWarps = 4 * F::kWarpgroups;
+    constexpr int kReaders = 4 * F::kWarpgroups * ptx::kArrivalsOfWarp;
     const auto init = [&](auto& full, auto& empty, int readers) {
       for (uint64_t& x : full) ptx::mbarrier_init(messages.address(x), 1);
       for (uint64_t& x : empty) ptx::mbarrier_init(messages.address(x), readers);
     };
-    init(messages.q_full, messages.q_empty, kWarps);
-    init(messages.k_full, messages.k_empty, kWarps);
-    init(messages.v_full, messages.v_empty, kWarps);
-    init(messages.tile_full, messages.tile_empty, kWarps + 1);  // and the loader
+    init(messages.q_full, messages.q_empty, kReaders);
+    init(messages.k_full, messages.k_empty, kReaders);
+    init(messages.v_full, messages.v_empty, kReaders);
+    init(messages.tile_full, messages.tile_empty, kReaders + 1);  // and the loader
     ptx::mbarrier_init_fence();
   }
   __syncthreads();  // everybody's barriers are there

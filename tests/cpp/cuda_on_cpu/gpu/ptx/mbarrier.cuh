@@ -26,6 +26,10 @@ inline void mbarrier_arrive(uint32_t barrier) {
   at.missing = at.arrivals, ++at.phase;
   mbarrier_phase_ended.notify_all();
 }
+inline constexpr int kArrivalsOfWarp = 1;
+inline void mbarrier_arrive_of_warp(uint32_t barrier, int lane) {
+  if (lane == 0) mbarrier_arrive(barrier);
+}
 inline void mbarrier_wait(uint32_t barrier, int parity) {
   std::unique_lock lock(mbarrier_mutex);
   mbarrier_phase_ended.wait(lock, [&] { return mbarriers.at(barrier).phase % 2 != parity; });
