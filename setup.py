@@ -194,7 +194,7 @@ def compile_units(units: Sequence[Unit], directory: Path) -> list[str]:
 
 
 def ptxas_problems(log: str) -> list[str]:
-    """What no kernel may have: spills, C75xx (wgmma serialised), more static shared memory than the host counts with."""
+    """What no kernel may have: spills, C75xx (wgmma serialised), more static shared memory than the host counts."""
     problems, function = [], "?"
     for line in log.splitlines():
         if match := re.search(r"(?:Function properties for|Compiling entry function) '?([\w$.]+)", line):
