@@ -109,7 +109,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   BwdLaunch& launch = plan.launch;
   const Tensor numbers = allocate(q, {plan.memory.numbers}, ScalarType::Float, false);
   launch.numbers = static_cast<float*>(numbers.data_ptr());
-  const Tensor dq_sum = allocate(q, {wants_dq ? plan.memory.dq_sum : 0}, ScalarType::Float, true);
+  const Tensor dq_sum = allocate(q, {wants_dq ? plan.memory.dq_sum : 0}, ScalarType::Float, false);
   if (wants_dq) launch.dq_sum = static_cast<float*>(dq_sum.data_ptr());
   Tensor steps;  // of a block mask
   if (params.block_mask.given()) {

@@ -194,7 +194,7 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   const Choice choice{kKey, kTile};
   BwdLaunch launch = *make_bwd_launch(p, choice, shape.rows, shape.keys, 40 << 20, options.deterministic);
   const BwdMemory memory = bwd_memory(launch, p, choice);
-  std::vector<float4> dq_sum(memory.dq_sum / 4);
+  std::vector<float4> dq_sum(memory.dq_sum / 4, {NAN, NAN, NAN, NAN});  // kernels make the zeros
   std::vector<int> turns(memory.turns);
   std::vector<float4> numbers(memory.numbers / 4);
   launch.numbers = &numbers.data()->x;
@@ -213,8 +213,8 @@ static void test(const char* name, const Shape& shape, const Options& options = 
     cuda_on_cpu::launch(ctas, threads, kernel, spoil);
   };
   run(static_cast<unsigned>(launch.m_blocks) * blocks, kRowThreads, [&] {
-    numbers_kernel<kKey.dtype, typename F::Table, kLanes>(p, launch.numbers, launch.m_blocks, launch.all_tiles,
-                                                          launch.vectorised_dout);
+    numbers_kernel<kKey.dtype, typename F::Table, kLanes, F::kRows * F::kHeadDim>(
+        p, launch.numbers, launch.dq_sum, launch.m_blocks, launch.all_tiles, launch.vectorised_dout);
   });
   if (p.sink != nullptr)
     run(static_cast<unsigned>(shape.heads), kRowThreads,

@@ -337,9 +337,10 @@ int launch_bwd_tile(const BwdParams& params, const BwdLaunch& launch, void* give
   const auto blocks = static_cast<uint32_t>(params.batch * params.heads);
   if (launch.m_blocks > 0 && blocks > 0) {
     constexpr int kLanes = F::kHeadDim <= 64 ? 8 : F::kHeadDim <= 128 ? 16 : 32;
-    numbers_kernel<kKey.dtype, typename F::Table, kLanes>
+    numbers_kernel<kKey.dtype, typename F::Table, kLanes, F::kRows * F::kHeadDim>
         <<<static_cast<uint32_t>(launch.m_blocks) * blocks, kRowThreads, 0, stream>>>(
-            params, launch.numbers, launch.m_blocks, launch.all_tiles, launch.vectorised_dout && launch.vectorised_out);
+            params, launch.numbers, launch.dq_sum, launch.m_blocks, launch.all_tiles,
+            launch.vectorised_dout && launch.vectorised_out);
   }
   if (params.dsink != nullptr && params.heads > 0)
     sink_kernel<typename F::Table><<<static_cast<uint32_t>(params.heads), kRowThreads, 0, stream>>>(

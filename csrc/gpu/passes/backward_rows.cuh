@@ -44,10 +44,12 @@ __device__ __forceinline__ RowStatistics<float> statistics_of(const BwdParams& p
 inline constexpr int kLoadsAtOnce = 8;
 
 // The numbers of a row block's queries, with delta = rowsum(dO ∘ O) - dLSE (paper, Algorithm 4, line 4, and the gradient
-// of the LSE). kLanes lanes take a row, of kLanes · 8 columns at most. `all_tiles`: row blocks of a head.
-template <DataType kType, class Table, int kLanes>
-__global__ void __launch_bounds__(kRowThreads) numbers_kernel(const __grid_constant__ BwdParams p, float* numbers,
-                                                              int m_blocks, int64_t all_tiles, bool vectorised) {
+// of the LSE); and zeros for the sums of their dQ, of kSums numbers, unless dq_sum is null: they are written while O and dO
+// are on their way. kLanes lanes take a row, of kLanes · 8 columns at most. `all_tiles`: row blocks of a head.
+template <DataType kType, class Table, int kLanes, int kSums>
+__global__ void __launch_bounds__(kRowThreads)
+    numbers_kernel(const __grid_constant__ BwdParams p, float* numbers, float* dq_sum, int m_blocks, int64_t all_tiles,
+                   bool vectorised) {
   constexpr int kAtOnce = kRowThreads / kLanes, kRounds = (Table::kRows + kAtOnce - 1) / kAtOnce;
   constexpr int kBatch = kRounds < kLoadsAtOnce / 2 ? kRounds : kLoadsAtOnce / 2;
   static_assert(Table::kRows <= kRowThreads && kRounds % kBatch == 0);
@@ -68,6 +70,11 @@ __global__ void __launch_bounds__(kRowThreads) numbers_kernel(const __grid_const
   if (own < there) {
     statistics = statistics_of(p, rows, block.head, own_row);
     if (p.dlse.data != nullptr) dlse = static_cast<const float*>(p.dlse.data)[at(p.dlse, rows, block.head, own_row)];
+  }
+
+  if (dq_sum != nullptr) {
+    auto* sums_of_dq = reinterpret_cast<float4*>(dq_sum + tile * kSums);
+    for (int i = own; i < kSums / 4; i += kRowThreads) sums_of_dq[i] = float4{};
   }
 
   const int lane = own % kLanes, first = own / kLanes;
