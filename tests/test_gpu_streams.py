@@ -42,17 +42,20 @@ def test_graph_with_dropout_draws_anew(backend):
     with torch.cuda.graph(graph):
         out = flash_attn_func(q, k, v, dropout_p=0.3, backend=backend)
     results = []
-    for seed in (1, None, 1):
+    for seed in (1, None, 1, 1):
         if seed is not None:
             torch.cuda.manual_seed(seed)
         graph.replay()
         results.append(out.clone())
-    first, other, again = results
+    first, other, again, last = results
     assert not torch.equal(first, other)
-    differing = (first != again).sum((1, 3))  # of each sequence and head
-    assert torch.equal(first, again), (
-        f"differing: {differing.tolist()}, NaN: {int(first.isnan().sum())}, {int(again.isnan().sum())}"
-    )
+    # Seen four times on a card that other processes share, and never alone: which replay was it that went wrong?
+    assert torch.equal(first, again), {
+        "differ, of each sequence and head": (first != again).sum((1, 3)).tolist(),
+        "first is last": torch.equal(first, last),
+        "third is second": torch.equal(again, other),
+        "third is last": torch.equal(again, last),
+    }
 
 
 @pytest.mark.parametrize("backend", FAMILIES)
