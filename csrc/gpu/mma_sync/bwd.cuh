@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     outer(rdV, 0, F::kBytesQ, [](int) {});
     ds_there.wait(parity);  // and dQ is this CTA's to add to
     if (launch.dq_sum != nullptr) {
-      float rdQ[F::kDqM][F::kDqN][4];
+      float rdQ[F::kDqM][F::kDqN][4] = {};
       constexpr int kNumbers = F::kDqM * F::kDqN * 4;
       float* dq = launch.dq_sum + int64_t{block.tile} * (F::kRows * F::kHeadDim) + threadIdx.x;
       const auto add = [&](int i, bool adds) {
