@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -65,7 +66,9 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("seqlen", "dim", "heads", "batch"):
             _require_size(name, getattr(self, name))
-        _require(0 < self.density <= 1, f"density must be in (0, 1], is {self.density}")
+        _require(
+            isinstance(self.density, Real) and 0 < self.density <= 1, f"density must be in (0, 1], is {self.density}"
+        )
         _require(
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point,
             f"dtype must be a floating-point dtype, is {self.dtype}",
@@ -463,7 +466,7 @@ def proposition4_block_sparse(seqlen: int, dim: int, memory: int, density: float
     Raises:
         ValueError: memory outside [d, Nd], density outside [0, 1].
     """
-    _require(0 <= density <= 1, f"density must be in [0, 1], is {density}")
+    _require(isinstance(density, Real) and 0 <= density <= 1, f"density must be in [0, 1], is {density}")
     return seqlen * dim + theorem2_flash(seqlen, dim, memory) * density
 
 

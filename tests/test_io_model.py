@@ -298,6 +298,8 @@ def test_roofline() -> None:
         (lambda: io_model.kernels_backward(OPTIONS[0], (8, -1)), "columns must be a whole number >= 1, is -1"),
         (lambda: io_model.theorem2_flash(8, 64, 513), r"memory must be in \[dim, seqlen · dim\] = \[64, 512\]"),
         (lambda: io_model.proposition4_block_sparse(8, 64, 64, 1.5), r"density must be in \[0, 1\], is 1.5"),
+        (lambda: io_model.proposition4_block_sparse(8, 64, 64, "x"), r"density must be in \[0, 1\], is x"),
+        (lambda: replace(OPTIONS[0], density=None), r"density must be in \(0, 1\], is None"),
         (lambda: gpus.find_gpu("NVIDIA T400"), "gpu 'NVIDIA T400' is not in the table"),
         (lambda: gpus.find_gpu("TPU"), "gpu 'TPU' is not in the table: T4, A100, RTX 3090, H200"),
         (
