@@ -83,6 +83,51 @@ def test_numerics(tmp_path: Path) -> None:
     assert "Error of flash over that of standard attention" in text
 
 
+@pytest.mark.parametrize("attentions", ["flash torch", "flash standard torch", "torch"])
+def test_numerics_of_any_attentions(tmp_path: Path, attentions: str) -> None:
+    text, _ = run(tmp_path, "numerics", "--lengths", "32", "--dtypes", "fp16", "--attentions", *attentions.split())
+    assert ("Error of flash over that of standard attention" in text) == ("standard" in attentions)
+
+
+def test_fig2_goes_on_without_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "does_not_fit", lambda name, _: name == "standard")
+    text, found = run(tmp_path, "fig2", "--lengths", "64")
+    rows = found["tables"]["attention"]
+    assert [r["attention"] for r in rows if "ms" in r] == ["flash", "flash", "torch", "torch"]
+    assert all(r["model_GB"] > 0 for r in rows if r["attention"] == "standard")
+    assert "No time of standard: its matrices would not fit into memory." in text and "Speed-up" not in text
+
+
+def test_standard_attention_fits_or_not() -> None:
+    assert not contenders.does_not_fit("standard", setting(seqlen=64))
+    assert contenders.does_not_fit("standard", setting(seqlen=2**24))
+    assert not contenders.does_not_fit("flash", setting(seqlen=2**24))
+
+
+def test_an_unfinished_plot_has_a_legend(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """One dtype measured of two."""
+    (o,) = options.parse(["numerics", "--lengths", "32", "--device", "cpu", "--out", str(tmp_path)])
+    r = report.Report(tmp_path, "numerics", "title", {})
+    row = {"dtype": "float16", "inputs": "gaussian", "seqlen": 32, "attention": "flash"}
+    r.add("errors", row | dict.fromkeys(numerics.RESULTS, 1e-3))
+    figure = numerics.plot(o, r)
+    assert [text.get_text() for text in figure.axes[-1].get_legend().get_texts()] == ["gaussian, flash"]
+    assert not recwarn.list
+
+
+def test_a_report_does_not_stand_beside_an_older_one(tmp_path: Path) -> None:
+    run(tmp_path, "numerics", "--lengths", "32", "--dtypes", "fp16")
+    report.Report(tmp_path, "numerics", "title", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["numerics.json"]
+
+
+def test_help_names_what_a_command_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, takes in (("fig2", False), ("fig3", True), ("numerics", False)):
+        with pytest.raises(SystemExit):
+            options.parse([command, "--help"])
+        assert ("linformer" in capsys.readouterr().out) == takes
+
+
 def test_sweeps_go_on_without_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     gone = {"local_attention", "linformer", "performer_pytorch", "reformer_pytorch"}
@@ -114,17 +159,19 @@ def test_a_failure_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.M
     assert len(found["tables"]["points"]) == 1
 
 
-def interrupt_when(started: Callable[[], bool], command: list[str]) -> tuple[int, str]:
-    """Exit status and output of a command that gets Ctrl-C when it has come that far."""
+def interrupt_when(started: Callable[[], bool], command: list[str], by: int = signal.SIGINT) -> tuple[int, str]:
+    """Exit status and output of a command that gets Ctrl-C, or another signal, when it has come that far. The output
+    ends when all processes that write to it have ended."""
     process = start_program(command, {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     end = time.monotonic() + 100
     while not started() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     output, _ = process.communicate(timeout=100)
     return process.returncode, output
 
 
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("arguments", "table", "rows"),
     [
@@ -132,7 +179,9 @@ def interrupt_when(started: Callable[[], bool], command: list[str]) -> tuple[int
         pytest.param("fig3 --lengths 64 4096 --seconds 60", "points", 1, marks=pytest.mark.full),
     ],
 )
-def test_an_interruption_keeps_what_was_measured(tmp_path: Path, arguments: str, table: str, rows: int) -> None:
+def test_an_interruption_keeps_what_was_measured(
+    tmp_path: Path, arguments: str, table: str, rows: int, by: signal.Signals
+) -> None:
     name = arguments.split()[0]
     saved = tmp_path / f"{name}.json"
 
@@ -140,10 +189,22 @@ def test_an_interruption_keeps_what_was_measured(tmp_path: Path, arguments: str,
         return len(json.loads(saved.read_text())["tables"].get(table, [])) if saved.is_file() else 0
 
     command = [sys.executable, "-m", "flash_attn.paper", *arguments.split(), "--device", "cpu", "--out", str(tmp_path)]
-    status, output = interrupt_when(lambda: count() >= rows, command)
-    assert status == 130, output
+    status, output = interrupt_when(lambda: count() >= rows, command, by)
+    assert status == 128 + by, output
     assert count() >= rows and "Interrupted: what was measured until then is here." in output
     assert "Interrupted" in (tmp_path / f"{name}.md").read_text()
+
+
+def test_nothing_outlives_a_program_that_is_killed(tmp_path: Path) -> None:
+    """The process that measures memory holds the output open: that it ends is that it has ended."""
+    saved = tmp_path / "fig3.json"
+    command = [
+        sys.executable, "-m", "flash_attn.paper", "fig3", *"--lengths 64 128 --attentions flash --heads 1".split(),
+        *"--seconds 5 --device cpu --out".split(), str(tmp_path),
+    ]  # fmt: skip
+    status, _ = interrupt_when(lambda: saved.is_file() and '"points"' in saved.read_text(), command, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    assert len(json.loads(saved.read_text())["tables"]["points"]) == 1
 
 
 @pytest.mark.parametrize(

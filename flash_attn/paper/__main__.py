@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 import torch
 
 NEEDED = ("matplotlib", "tqdm")
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a command as Ctrl-C does."""
+
+
+def _terminate(signal_number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 where a measurement failed; 2 for wrong arguments; 130 after Ctrl-C."""
+    """Exit status: 0; 1 where a measurement failed; 2 for wrong arguments; 130 after Ctrl-C, 143 after SIGTERM."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"flash_attn.paper needs {' and '.join(missing)}: pip install 'flash-attn[paper]'", file=sys.stderr)
@@ -37,9 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.parser().error(f"--out {o.out}: cannot be written to: {error.strerror}")
         status = 0
         try:
-            command.run(o, report)
-        except KeyboardInterrupt:
-            status = 130
+            with sigterm_interrupts():
+                command.run(o, report)
+        except KeyboardInterrupt as interruption:
+            status = 143 if isinstance(interruption, Terminated) else 130
             report.note("Interrupted: what was measured until then is here.")
         except (RuntimeError, NotImplementedError) as error:
             status = 1

@@ -22,6 +22,7 @@ from flash_attn.interface import flash_attn_func
 
 BLOCK = 128  # rows and keys of a block of block-sparse attention
 LOCAL_WINDOW = 64
+STANDARD_MATRICES = 8  # of seqlen × seqlen, more than standard attention holds at a time
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,15 @@ NEEDS = {  # module → package
 # What the peers cannot be asked for.
 NO_DROPOUT = {"performer"}
 NO_PADDING = {"linformer", "performer"}
+
+
+def does_not_fit(name: str, s: Setting) -> bool:
+    """Whether the matrices of standard attention would take more than half of the CPU's free memory."""
+    if name != "standard" or s.device.type != "cpu":
+        return False
+    with open("/proc/meminfo") as lines:
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return STANDARD_MATRICES * s.batch * s.heads * s.seqlen**2 * s.dtype.itemsize > free / 2
 
 
 def unavailable(name: str) -> str:

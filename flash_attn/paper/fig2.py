@@ -82,6 +82,9 @@ def attention_row(
         if gpu is not None:
             floor = io_model.roofline(cost, gpu, o.dtype)
             row |= {"floor_ms": 1e3 * floor.seconds, "bound": floor.bound}
+    if contenders.does_not_fit(name, s):
+        report.note(f"No time of {name}: its matrices would not fit into memory.")
+        return row
     row["ms"] = 1e3 * measure.seconds(contenders.CONTENDERS[name](s).both(), o.device, o.seconds)
     if not no_counters:
         torch.cuda.empty_cache()  # the other process needs the memory
@@ -138,7 +141,7 @@ def sections(o: Options, report: Report) -> list[str]:
         f"io_model.kernels). {papers}\n",
         row_table(rows, {key: text for key, text in columns.items() if any(row.get(key) is not None for row in rows)}),
     ]
-    times = {(row["attention"], row["dropout"]): row["ms"] for row in rows}
+    times = {(row["attention"], row["dropout"]): row.get("ms") for row in rows}
     for dropout_p in (0.0, DROPOUT):
         slow, fast = (times.get((name, dropout_p)) for name in ("standard", "flash"))
         if slow and fast:
@@ -175,7 +178,7 @@ def plot(o: Options, report: Report) -> Figure:
 
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     figure.suptitle(f"batch {o.batch}, {o.heads} heads, seqlen {o.lengths[0]}, d {o.dim}, {o.dtype}, {o.device.type}")
-    rows = report.rows("attention")
+    rows = [row for row in report.rows("attention") if "ms" in row]
     left.bar([f"{row['attention']}\ndropout {row['dropout']}" for row in rows], [row["ms"] for row in rows])
     left.set(title="forward and backward", ylabel="ms")
     left.tick_params("x", rotation=60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,14 +22,23 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TITLE = "Figure 3: time and memory of attention against sequence length"
-STANDARD_MATRICES = 8  # of seqlen × seqlen, more than standard attention holds at a time
 LONG = 1024  # from here on a line is fitted; on a CPU the workspace grows with shorter lengths, up to some MiB
 SMALL = 128  # the length that warms up a process
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _start_worker(threads: int) -> None:
-    """Ctrl-C is the parent's business."""
+    """Ctrl-C and SIGTERM are the parent's business. A parent that is killed takes this process along: it would wait
+    for work for ever, since it holds both ends of the pipe that work comes through."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     measure.use_no_huge_pages()
     torch.set_num_threads(threads)
 
@@ -75,15 +85,6 @@ class Memory:
         return self._pool.submit(_peak, name, s).result()
 
 
-def does_not_fit(name: str, s: Setting) -> bool:
-    """Whether the matrices of standard attention would take more than half of the CPU's free memory."""
-    if name != "standard" or s.device.type != "cpu":
-        return False
-    with open("/proc/meminfo") as lines:
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return STANDARD_MATRICES * s.batch * s.heads * s.seqlen**2 * s.dtype.itemsize > free / 2
-
-
 def run(o: Options, report: Report) -> None:
     with tqdm(total=len(o.attentions) * len(o.lengths), desc="fig3") as bar:
         for name in o.attentions:
@@ -106,7 +107,7 @@ def measure_one(o: Options, report: Report, name: str, bar: tqdm) -> None:
     with Memory(o.device) as memory:
         for seqlen in o.lengths:
             s = o.setting(seqlen)
-            if does_not_fit(name, s):
+            if contenders.does_not_fit(name, s):
                 report.note(f"{name} stops before {seqlen}: its matrices would not fit into memory.")
                 break
             try:

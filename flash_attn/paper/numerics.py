@@ -131,7 +131,7 @@ def sections(o: Options, report: Report) -> list[str]:
     ratios = [
         float(pair["flash"][name]) / float(pair["standard"][name])
         for pair in paired.values()
-        if len(pair) == 2
+        if {"flash", "standard"} <= set(pair)
         for name in RESULTS
         if pair["standard"][name]
     ]
@@ -162,5 +162,6 @@ def plot(o: Options, report: Report) -> Figure:
                     each.plot([r["seqlen"] for r in rows], [r["out"] for r in rows], f"{style}C{color}", label=label)
         each.set(title=f"{name}: error of the output", xlabel="sequence length", yscale="log")
         lengths_on_x_axis(each, o.lengths)
-    axes[0][-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    handles, labels = axes[0][0].get_legend_handles_labels()  # after an interruption the others may be empty
+    axes[0][-1].legend(handles, labels, fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     return figure

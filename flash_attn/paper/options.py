@@ -83,11 +83,16 @@ DEFAULTS: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
+def known(command: str) -> tuple[str, ...]:
+    """The attentions that a command takes."""
+    return tuple(CONTENDERS) if command == "fig3" else TRAFFIC
+
+
 def parser() -> argparse.ArgumentParser:
     text = """Re-run the argument of the FlashAttention paper (arXiv 2205.14135): prediction and measurement.
 
-    Writes Markdown, PNG and JSON to --out. On a CPU the sizes are reduced, on a GPU they are the paper's. Ctrl-C ends a
-    command and keeps what was measured."""
+    Writes Markdown, PNG and JSON to --out. On a CPU the sizes are reduced, on a GPU they are the paper's. Ctrl-C or
+    SIGTERM ends a command and keeps what was measured."""
     top = argparse.ArgumentParser("python -m flash_attn.paper", description=text)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, note in COMMANDS.items():
@@ -107,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
             "--lengths", type=int, nargs="+", metavar="N", help="sequence lengths; all but fig3, numerics: one"
         )
         sub.add_argument("--dtypes", nargs="+", metavar="DTYPE", help="of fp16, bf16, fp32; all but numerics: one")
-        sub.add_argument("--attentions", nargs="+", metavar="NAME", help=f"of {', '.join(CONTENDERS)}")
+        sub.add_argument("--attentions", nargs="+", metavar="NAME", help=f"of {', '.join(known(name))}")
         if name in ("fig2", "traffic"):
             sub.add_argument(
                 "--ncu", default="ncu", help="Nsight Compute's command; fig2: an empty one measures no bytes"
@@ -158,8 +163,8 @@ def _checked(top: argparse.ArgumentParser, command: str, device: torch.device, g
     require(command in ("fig3", "numerics") or len(values["lengths"]) == 1, "lengths", f"{command} takes one length")
     require(set(values["dtypes"]) <= set(DTYPES), "dtypes", f"must be of {', '.join(DTYPES)}")
     require(command == "numerics" or len(values["dtypes"]) == 1, "dtypes", f"{command} takes one dtype")
-    known = tuple(CONTENDERS) if command == "fig3" else TRAFFIC
-    require(set(values["attentions"]) <= set(known), "attentions", f"must be of {', '.join(known)}")
+    names = known(command)
+    require(set(values["attentions"]) <= set(names), "attentions", f"must be of {', '.join(names)}")
     require(0 <= values["dropout_p"] < 1, "dropout", "must be in [0, 1)")
     for name in ("seconds", "patience"):
         require(values[name] > 0, name, "must be more than 0")

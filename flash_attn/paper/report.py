@@ -110,6 +110,8 @@ class Report:
         self.notes: list[str] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._save()
+        for suffix in ("md", "png"):  # of an earlier run: not to stand beside this one's numbers
+            (folder / f"{name}.{suffix}").unlink(missing_ok=True)
 
     def add(self, table: str, row: Row) -> None:
         self.tables.setdefault(table, []).append(row)
