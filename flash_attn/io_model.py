@@ -36,7 +36,7 @@ def _require(holds: bool, message: str) -> None:
 
 def _require_size(name: str, value: int) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and value >= 1, f"{name} must be a whole number >= 1, is {value!r}")
+    _require(whole and value >= 1, f"{name} must be an int >= 1, is {value!r}")
 
 
 @dataclass(frozen=True)
@@ -494,8 +494,9 @@ def roofline(cost: Cost, gpu: Gpu, dtype: torch.dtype = torch.float16) -> Predic
     real kernel needs beside that (exponentials, latencies, a clock below its peak) is not in it: a floor.
 
     Raises:
-        ValueError: a dtype that the card has no figure for.
+        ValueError: a dtype that the card has no figure for; `gpu` is not one of flash_attn.gpus.
     """
+    _require(isinstance(gpu, Gpu), f"gpu must be a Gpu, such as those of flash_attn.gpus.GPUS, is {gpu!r}")
     peak = peak_flops(gpu, dtype)
     memory = [p.bytes / gpu.bytes_per_second for p in cost.passes]
     compute = [p.flops / peak for p in cost.passes]
