@@ -48,8 +48,10 @@ def peak_flops(gpu: Gpu, dtype: torch.dtype) -> float:
     """FLOPs a second of matrix products in a dtype.
 
     Raises:
-        ValueError: a dtype that the card has no such units for, or that the table has no figure of.
+        ValueError: a dtype that the card has no such units for, or that the table has no figure of; no Gpu.
     """
+    if not isinstance(gpu, Gpu):
+        raise ValueError(f"gpu must be a Gpu, such as those of flash_attn.gpus.GPUS, is {gpu!r}")
     if dtype == torch.float32:
         return gpu.fp32_flops
     known = dtype == torch.float16 or (dtype == torch.bfloat16 and gpu.has_bf16)

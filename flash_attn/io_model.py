@@ -35,8 +35,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _require_size(name: str, value: int) -> None:
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    _require(whole and value >= 1, f"{name} must be an int >= 1, is {value!r}")
+    _require(type(value) is int and value >= 1, f"{name} must be an int >= 1, is {value!r}")
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ class Workload:
     def __post_init__(self) -> None:
         for name in ("seqlen", "dim", "heads", "batch"):
             _require_size(name, getattr(self, name))
-        _require(
-            isinstance(self.density, Real) and 0 < self.density <= 1, f"density must be in (0, 1], is {self.density}"
-        )
+        some = isinstance(self.density, Real) and 0 < self.density <= 1
+        _require(some, f"density must be in (0, 1], is {self.density}")
         _require(
             isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point,
             f"dtype must be a floating-point dtype, is {self.dtype}",
@@ -496,7 +494,6 @@ def roofline(cost: Cost, gpu: Gpu, dtype: torch.dtype = torch.float16) -> Predic
     Raises:
         ValueError: a dtype that the card has no figure for; `gpu` is not one of flash_attn.gpus.
     """
-    _require(isinstance(gpu, Gpu), f"gpu must be a Gpu, such as those of flash_attn.gpus.GPUS, is {gpu!r}")
     peak = peak_flops(gpu, dtype)
     memory = [p.bytes / gpu.bytes_per_second for p in cost.passes]
     compute = [p.flops / peak for p in cost.passes]
