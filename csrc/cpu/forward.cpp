@@ -341,14 +341,15 @@ class ForwardPass {
         scale = with_sink.scale_a;
       }
       factor[r] = row_sum == 0 ? Real(0) : scale * keep_scale / row_sum;
-      RowStatistics<Real> statistics = make_statistics(row_max, row_sum);
+      const bool sees_sink_alone = !sees_key && row_sum != 0;
+      const RowStatistics<Real> statistics =
+          sees_sink_alone ? RowStatistics<Real>{row_max, INFINITY} : make_statistics(row_max, row_sum);
       const auto write = [&](const RowArray& array, Real x) {
         static_cast<Real*>(array.data)[array.offset(q.batch, head.head, q.first() + rows.begin + r)] = x;
       };
-      write(p_.lse, log_sum_exp(statistics));
-      if (!sees_key && row_sum != 0) statistics.log2_sum = INFINITY;
       write(p_.reference, statistics.reference);
       write(p_.log2_sum, statistics.log2_sum);
+      write(p_.lse, log_sum_exp(statistics));
     }
     Real* out = buffers.out_lanes;
     for (int64_t first = 0; first < rows.size(); first += kLanes, out += round_up(p_.dim_v, kLanes) * kLanes) {

@@ -74,17 +74,4 @@ __device__ __forceinline__ float unpack_low(uint32_t x) {
   return y;
 }
 
-// Nobody moves uses of x from one side of this to the other: what the compiler does not know of asynchronous products, or
-// what would take more registers there.
-template <int kN>
-__device__ __forceinline__ void pin(float (&x)[kN][4]) {
-#pragma unroll
-  for (int i = 0; i < kN * 4; ++i) asm volatile("" : "+f"(x[i / 4][i % 4])::"memory");
-}
-template <int kN>
-__device__ __forceinline__ void pin(uint32_t (&x)[kN][4]) {
-#pragma unroll
-  for (int i = 0; i < kN * 4; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
-}
-
 }  // namespace flash::ptx

@@ -22,6 +22,18 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// Nobody moves uses of x from one side of this to the other: the compiler does not know what asynchronous products do.
+template <int kN>
+__device__ __forceinline__ void pin(float (&x)[kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kN * 4; ++i) asm volatile("" : "+f"(x[i / 4][i % 4])::"memory");
+}
+template <int kN>
+__device__ __forceinline__ void pin(uint32_t (&x)[kN][4]) {
+#pragma unroll
+  for (int i = 0; i < kN * 4; ++i) asm volatile("" : "+r"(x[i / 4][i % 4])::"memory");
+}
+
 // Panels of 64 columns (128 bytes a row, swizzled, 1024-byte aligned) as operand. `panel_bytes`: from one panel to the next,
 // where rows are what is summed over. Addresses, below 256 KB, add up in units of 16 bytes.
 __device__ __forceinline__ constexpr uint32_t wgmma_place(uint32_t shared, uint32_t panel_bytes) {

@@ -33,7 +33,4 @@ float unpack_low(uint32_t x) {
   return kType == DataType::kBFloat16 ? cpu::from_bf16(half) : cpu::from_fp16(half);
 }
 
-template <class X>
-void pin(X&) {}
-
 }  // namespace flash::ptx
