@@ -40,7 +40,8 @@ class Availability:
 def _load_library() -> Availability:
     library = PACKAGE / "_C.so"
     if not library.exists():
-        return Availability(False, f"{library} does not exist: build it with `pip install --no-build-isolation -e .`")
+        build = "build it with `pip install --no-build-isolation -e .`"
+        return Availability(False, f"{library} does not exist: {build}, or leave that folder if it is installed")
     if hasattr(torch.ops.flash_attn, "attention_forward") and str(library) not in torch.ops.loaded_libraries:
         # A second registration of the ops would end the process.
         return Availability(False, "another copy of flash_attn has registered its ops in this process already")
@@ -103,7 +104,7 @@ def is_available(backend: str = "cpu") -> Availability:
     Raises:
         ValueError: for any other name.
     """
-    if not isinstance(backend, str) or backend not in AVAILABILITY:
+    if type(backend) is not str or backend not in AVAILABILITY:
         raise ValueError(f"backend must be cpu, mma_sync, wgmma or reference; got {backend!r}")
     return AVAILABILITY[backend]
 

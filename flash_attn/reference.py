@@ -89,11 +89,17 @@ def block_visibility(problem: Problem, region: Region) -> Tensor:
     )
 
 
+def softcap_of(problem: Problem, dtype: torch.dtype) -> float:
+    """What is below the dtype's smallest normal number caps like it: all logits are 0 beside 1."""
+    return max(problem.softcap, torch.finfo(dtype).tiny)
+
+
 def logits(products: Tensor, bias: Tensor | None, problem: Problem, region: Region) -> Tensor:
     """Q K^T of a region -> the final logits S, -inf where a key is hidden: what softmax sees."""
     scores = products * problem.softmax_scale
     if problem.softcap > 0:
-        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+        softcap = softcap_of(problem, scores.dtype)
+        scores = softcap * torch.tanh(scores / softcap)
     if problem.alibi_slopes is not None:
         slopes = problem.alibi_slopes if problem.alibi_slopes.shape[0] == 1 else problem.alibi_slopes[region.batch]
         scores = scores - slopes.to(scores.dtype)[:, :, None, None] * distance(problem, region).abs()
@@ -107,7 +113,8 @@ def logits_derivative(products: Tensor, problem: Problem) -> Tensor | float:
     """d logits / d products where the key is visible."""
     if problem.softcap <= 0:
         return problem.softmax_scale
-    return problem.softmax_scale * (1.0 - torch.tanh(products * (problem.softmax_scale / problem.softcap)).square())
+    scores = products * problem.softmax_scale
+    return problem.softmax_scale * (1.0 - torch.tanh(scores / softcap_of(problem, scores.dtype)).square())
 
 
 def finite_reference(m: Tensor) -> Tensor:
@@ -198,8 +205,13 @@ def attend_rows(
     whole.
     """
     heads, j = q.shape[1], slice(0, span.seqlen_k)
+    region = tile_region(span, i, j, q.device)
+    seen = visibility(problem, region)
+    if bias is not None:
+        seen = seen & (select(bias, region) != -math.inf)
+    q = torch.where(seen.any(-1, keepdim=True), q, 0.0)  # a row that sees nothing: zero weights times its NaN are NaN
     products = matmul(q, repeat_heads(k, heads).transpose(2, 3))
-    s = logits(products, bias, problem, tile_region(span, i, j, q.device))
+    s = logits(products, bias, problem, region)
     keep = keep_mask(problem.dropout_seed, problem.dropout_p, span.batch, slice(0, heads), i, j)
     return softmax_times_values(s, repeat_heads(v, heads), sink, keep, problem.dropout_p)
 

@@ -97,6 +97,48 @@ def test_nan_where_no_row_sees_anything(target, name):
     torch.testing.assert_close(got["dsink"], dlse.sum(1))
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("rows", (1, 15, 33))
+@pytest.mark.parametrize("how", ("bias", "mask", "block_mask"))
+def test_nan_in_a_key_that_every_row_hides(target, how, rows, dtype):
+    """It gets zero gradients, and the other keys those of a call without it, also where rows fill no whole panel."""
+    torch.manual_seed(0)
+    shapes = [(1, rows, 2, 16), (1, KEYS, 2, 16), (1, KEYS, 2, 16), (1, rows, 2, 16)]
+    q, k, v, dout = (torch.randn(shape).to(target.device, dtype) for shape in shapes)
+    visible = torch.ones(rows, KEYS, dtype=torch.bool, device=target.device)
+    visible[:, 0] = False
+    options = {
+        "bias": {"bias": torch.zeros(rows, KEYS, dtype=dtype, device=target.device).masked_fill(~visible, -math.inf)},
+        "mask": {"mask": visible},
+        "block_mask": {"block_mask": flash_attn.BlockMask.from_dense(visible, (16, 16))},
+    }[how]
+    grads = []
+    for hidden in (0.0, math.nan, math.inf):
+        k[:, 0] = hidden
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_func(*leaves, backend=target.backend, **options)
+        grads.append(torch.autograd.grad(out, leaves, dout)[1:])
+    for other in grads[1:]:
+        assert all((x[:, 0] == 0).all() for x in other)
+        assert all(torch.equal(x, y) for x, y in zip(other, grads[0], strict=True))
+
+
+@pytest.mark.parametrize("sink", (False, True), ids=("no_sink", "sink"))
+@pytest.mark.parametrize("name", "qk")
+def test_second_derivatives_of_rows_that_see_nothing(target, name, sink):
+    """Zero, and NaN of such a row's q reaches nothing; nor does NaN of keys reach such a row."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, n, 1, 4, device=target.device) for n in (2, 1, 1, 2))  # causal: row 0 sees nothing
+    {"q": q, "k": k}[name][:, 0] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v, dout)]
+    options = {"learnable_sink": torch.zeros(1, device=target.device)} if sink else {}
+    out = flash_attn_func(q, k, v, causal=True, backend=target.backend, **options)
+    first = torch.autograd.grad(out, leaves[:3], dout, create_graph=True)
+    second = torch.autograd.grad(first[:2], leaves, [torch.ones_like(x) for x in first[:2]])
+    assert (second[0][:, 0] == 0).all() and (second[3][:, 0] == 0).all()
+    assert name == "k" or not any(x.isnan().any() for x in second)
+
+
 def test_plain_forward_under_forward_mode(target):
     """The path of nested derivatives has the same output."""
     torch.manual_seed(0)
@@ -109,3 +151,15 @@ def test_plain_forward_under_forward_mode(target):
 
     nested, _ = torch.func.jvp(lambda q: torch.func.jvp(attention, (q,), (q,))[0], (q,), (q,))
     assert (nested[:, EMPTY] == 0).all() and nested[:, -1].isnan().all()
+
+
+SUBNORMAL = ((1e-46, torch.float32), (1e-40, torch.float32), (1e-310, torch.float64))
+
+
+@pytest.mark.parametrize(("softcap", "dtype"), SUBNORMAL)
+def test_softcap_below_the_smallest_normal_number(softcap, dtype):
+    """All logits are 0 beside 1: the mean of the values, and nothing to learn for q where logits are equal."""
+    q, k, v = (torch.full((1, 2, 1, 4), x, dtype=dtype, requires_grad=True) for x in (0.0, 0.0, 1.0))
+    out = flash_attn_func(q, k, v, softcap=softcap, backend="reference")
+    out.sum().backward()
+    assert (out == 1).all() and (q.grad == 0).all() and (k.grad == 0).all() and (v.grad == 1).all()

@@ -134,10 +134,11 @@ void apply_mask(const AttentionParams& p, const HeadContext<Real>& head, const T
                      });
 }
 
-// s = -inf where causal, window or lengths hide the key. Keys that every lane sees are not looked at.
+// s = -inf where causal, window or lengths hide the key. Keys that every lane sees are not looked at. `lanes_beyond`: also
+// in lanes beyond the rows, whose zeros times a NaN of K would else be NaN in a product of whole panels.
 template <class Real>
-void hide_keys(const Visibility& visibility, const TilePlace& panel, Real* scores) {
-  const Range all = intersect(visibility.keys_of_all(panel.row_range()), panel.key_range());
+void hide_keys(const Visibility& visibility, const TilePlace& panel, bool lanes_beyond, Real* scores) {
+  const Range all = lanes_beyond ? Range{} : intersect(visibility.keys_of_all(panel.row_range()), panel.key_range());
   const int64_t all_begin = all.empty() ? panel.keys : all.begin - panel.first_key;
   const int64_t all_end = all.empty() ? panel.keys : all.end - panel.first_key;
   if (all_begin == 0 && all_end == panel.keys) return;
@@ -186,7 +187,7 @@ Real scale_left(const AttentionParams& p, Real scale) {
 
 // From s, where scale · s = scale · q·k, of one panel to the logits: softcap, ALiBi, bias; -inf where a row does not
 // see a key. `softcap_derivative` ([key][lane], may be null) receives d(softcapped)/d(s). Lanes beyond the rows hold
-// finite values if K is finite, and nothing reads them. Returns what is left of the scale: see scale_left.
+// finite values or -inf if K is finite; where K is not, see hide_keys. Returns what is left of the scale: see scale_left.
 template <class Real>
 Real adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, const TilePlace& panel, Real scale,
                    Real* scores, Real* softcap_derivative) {
@@ -200,7 +201,9 @@ Real adjust_logits(const AttentionParams& p, const HeadContext<Real>& head, cons
   if (scale != left) scale_panel(scale, panel.keys, scores);
   if (p.mask.given()) apply_mask(p, head, panel, scores);
   if (head.blocks.given()) hide_blocks(head.blocks, panel, scores);
-  hide_keys(head.visibility, panel, scores);
+  // Of these two alone a key may be hidden from all rows, and still be seen by the lanes beyond them.
+  const bool hides_rows_alone = p.bias.given() || head.blocks.given();
+  hide_keys(head.visibility, panel, hides_rows_alone && panel.rows < kLanes, scores);
   return left;
 }
 
