@@ -5,6 +5,7 @@
 #include "common/kernel_key.h"
 #include "common/params.h"
 #include "gpu/tile/block_tiles.h"
+#include "gpu/tile/softcap.h"
 #include "gpu/tile/turns.h"
 
 namespace flash {
@@ -17,11 +18,12 @@ struct FwdLaunch {
   TileOrder order;           // of mma_sync
   LateTileOrder late_order;  // of wgmma
   uint32_t blocks = 0;
-  int device = 0;        // the current one
-  int sm_count = 0;      // of the card
-  int tile = 0;          // index into the family's tiles of the key
-  Divisor group;         // query heads of a key head
-  float scale = 1;       // of QKᵀ
+  int device = 0;    // the current one
+  int sm_count = 0;  // of the card
+  int tile = 0;      // index into the family's tiles of the key
+  Divisor group;     // query heads of a key head
+  float scale = 1;   // of QKᵀ
+  SoftcapTerms softcap;
   float keep_scale = 1;  // what O is multiplied by for dropout
   DropoutThreshold threshold;
   bool vectorised_qk = false;  // rows can be copied 16 bytes at a time

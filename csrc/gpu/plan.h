@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "common/kernel_key.h"
+#include "common/score.h"
 #include "common/visibility.h"
 #include "gpu/families.h"
 #include "gpu/mma_sync/tiles.h"
@@ -206,13 +207,13 @@ inline Variant variant_of(const AttentionParams& p) {
 
 // Heads whose tiles are dealt out together. Without a diagonal all row blocks of a head cost the same: one head after
 // the other. With one, the long row blocks of several heads come first, as many as the better half of the L2 cache holds the keys of.
-// Measured on a GPU with 60 MB of L2: less than 4 leaves a tail of long tiles at the end, more than 32 gains nothing.
+// Measured on a GPU with 60 MB of L2: less than 8 leaves a tail of long tiles at the end, more than 32 gains nothing.
 inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
   if (!has_window(p)) return 1;
   const int64_t head_bytes = std::max<int64_t>(1, p.rows_k.rows * (p.dim + p.dim_v) * 2 / p.group());
   // A power of two, which mostly divides the heads: a smaller last group has a longer tail.
   const auto fitting = std::bit_floor(static_cast<uint64_t>(l2_bytes * 9 / 16 / head_bytes));
-  return static_cast<uint32_t>(std::clamp<uint64_t>(fitting, 4, 32));
+  return static_cast<uint32_t>(std::clamp<uint64_t>(fitting, 8, 32));
 }
 
 inline constexpr int64_t kMostBlocks = 0x7FFFFFFF;  // of a grid
@@ -264,6 +265,7 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
   launch.tile = choice.tile;
   launch.group = Divisor(static_cast<uint32_t>(p.group()));
   describe_inputs(launch, p);
+  launch.softcap = SoftcapTerms(softcap_of<float>(p.score), launch.scale);
   launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.max_rows_q = max_rows_q;
   launch.tiles = block_tiles(p, m_blocks, divide_up(max_rows_k, tile.keys));

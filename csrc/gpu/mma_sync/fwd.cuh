@@ -236,9 +236,9 @@ __global__ void __launch_bounds__(kThreads, kCtas)
         dropout.template draw_among<F::kScoreSteps>(step, work.dropout, first_key);
     });
     if constexpr (F::kModified) {
-      scale_and_modify(rS, place(), launch.scale, softcap_of<float>(p.score), slope, work.visibility.diagonal,
-                       first_key);
+      scale_and_modify(rS, place(), launch.scale, launch.softcap, slope, work.visibility.diagonal, first_key);
       if (p.dropout.given()) {
+        dropout.query_group = ptx::opaque(dropout.query_group);  // what follows from it is not kept: registers are scarce
         dropout.draw(work.dropout, first_key);
       }
     }

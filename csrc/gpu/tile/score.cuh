@@ -8,6 +8,7 @@
 #include "common/visibility.h"
 #include "gpu/ptx/math.cuh"
 #include "gpu/tile/block_tiles.cuh"
+#include "gpu/tile/softcap.h"
 
 namespace flash {
 
@@ -35,7 +36,14 @@ struct DiagonalInterval {
   }
 };
 
-// S = -inf where a row does not see a key. `first_key` is that of the tile.
+// Bits of the columns before `end` that a thread has of 16 n8 tiles: 2 n + c is column 8 n + c.
+__device__ __forceinline__ uint32_t columns_before(int end) {
+  const int from_0 = max(end, 0);
+  return __funnelshift_lc(~0u, 0u, 2 * (from_0 >> 3) + min(from_0 & 7, 2));  // so many ones, 32 at most
+}
+
+// S = -inf where a row does not see a key. `first_key` is that of the tile. What is seen are bits of one register, which
+// become predicates seven at a time: an interval's two comparisons for each element take twice as long.
 template <int kM, int kN>
 __device__ __forceinline__ void hide_unseen(float (&rS)[kM][kN][4], const FragmentPlace& place,
                                             const DiagonalInterval& diagonal, int first_key) {
@@ -47,54 +55,88 @@ __device__ __forceinline__ void hide_unseen(float (&rS)[kM][kN][4], const Fragme
       const int below = 16 * m + 8 * half;
       const int begin = max(0, diagonal.begin + below) - first_column;
       const int end = min(place.keys, diagonal.end + below) - first_column;
-      const auto seen = static_cast<uint32_t>(max(0, end - begin));
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
+      for (int first = 0; first < kN; first += 16) {
+        const uint32_t seen = columns_before(end - 8 * first) & ~columns_before(begin - 8 * first);
 #pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (static_cast<uint32_t>(8 * n + c - begin) >= seen) rS[m][n][2 * half + c] = -INFINITY;
+        for (int i = 0; i < 2 * (kN - first < 16 ? kN - first : 16); ++i) {
+          float& s = rS[m][first + i / 2][2 * half + i % 2];
+          if ((seen & (1u << i)) == 0) s = -INFINITY;
+        }
+      }
     }
 }
 
-// tanh(x), relative error below 2^-20: its series where it is nearly x, else by exp; both, because a branch for each element
-// costs more.
-__device__ __forceinline__ float tanh_approximate(float x) {
-  const float x2 = x * x;
-  const float series = x * fmaf(x2, fmaf(x2, fmaf(x2, -17.f / 315, 2.f / 15), -1.f / 3), 1.f);
-  const float by_exp = fmaf(-2.f, ptx::reciprocal(1.f + ptx::exp2_approximate(2 * kLog2E<float> * x)), 1.f);
-  return fabsf(x) < 0.25f ? series : by_exp;
+// S = softcap · tanh(scale · S / softcap), relative error below 2^-20. Most logits are below half the softcap: there tanh
+// is a polynomial, which leaves the special function unit to the softmax. Where a warp has a larger one it takes exp and a
+// division as well, for that element alone: what the others are does not depend on it.
+template <int kM, int kN>
+__device__ __forceinline__ void cap(float (&rS)[kM][kN][4], const SoftcapTerms& terms) {
+  const auto element = [&](int i) -> float& { return rS[i / 4 / kN][i / 4 % kN][i % 4]; };
+  const auto near_capped = [&](float s) {
+    const float x4 = s * terms.to_4x, square = x4 * x4;
+    return x4 * fmaf(square, fmaf(square, fmaf(square, terms.c3, terms.c2), terms.c1), terms.c0);
+  };
+  const auto far_capped = [&](float s) {
+    const float power = ptx::exp2_approximate(s * terms.to_4x * (kLog2E<float> / 2));  // e^2x
+    return terms.softcap * fmaf(-2.f, ptx::reciprocal(1.f + power), 1.f);
+  };
+  // NaN is NaN either way.
+  const auto are_near = [&](float largest) { return __all_sync(~0u, largest < terms.nearest_far) != 0; };
+  float largest = 0;
+#pragma unroll
+  for (int i = 0; i < kM * kN * 4; ++i) largest = fmaxf(largest, fabsf(element(i)));
+  if (are_near(largest)) {
+#pragma unroll
+    for (int i = 0; i < kM * kN * 4; ++i) element(i) = near_capped(element(i));
+    return;
+  }
+  // A few at a time, with a branch between them: all at once would take too many registers.
+  constexpr int kChunk = 16;
+  static_assert(kM * kN * 4 % kChunk == 0);
+#pragma unroll
+  for (int chunk = 0; chunk < kM * kN * 4; chunk += kChunk) {
+    largest = 0;
+#pragma unroll
+    for (int i = chunk; i < chunk + kChunk; ++i) largest = fmaxf(largest, fabsf(element(i)));
+    if (are_near(largest)) {
+#pragma unroll
+      for (int i = chunk; i < chunk + kChunk; ++i) element(i) = near_capped(element(i));
+    } else {
+#pragma unroll
+      for (int i = chunk; i < chunk + kChunk; ++i) {
+        const float far = ptx::opaque(far_capped(element(i)));  // of all: a branch for each would take longer
+        element(i) = fabsf(element(i)) < terms.nearest_far ? near_capped(element(i)) : far;
+      }
+    }
+  }
 }
 
-// softcap · tanh(scale · S / softcap), then ALiBi: S is the natural logit after it.
+// scale · S, the softcap, then ALiBi: S is the natural logit after it.
 template <int kM, int kN>
 __device__ __forceinline__ void scale_and_modify(float (&rS)[kM][kN][4], const FragmentPlace& place, float scale,
-                                                 float softcap, float slope, int64_t diagonal, int first_key) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) rS[m][n][c] *= scale;
-  if (softcap > 0) {
-    const float inverse = 1 / softcap;
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) rS[m][n][c] = softcap * tanh_approximate(rS[m][n][c] * inverse);
-  }
-  if (slope != 0) {
-    const int distance = static_cast<int>(place.row + diagonal) - first_key - place.column;
+                                                 const SoftcapTerms& terms, float slope, int64_t diagonal,
+                                                 int first_key) {
+  if (terms.softcap > 0) cap(rS, terms);
+  const float rest = terms.softcap > 0 ? 1.f : scale;
+  if (slope == 0 && rest == 1) return;
+  const int distance = static_cast<int>(place.row + diagonal) - first_key - place.column;
+  const auto first = static_cast<float>(distance);
+  const auto for_each = [&](const auto& body) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          const int below = 16 * m + 8 * (c / 2), right = 8 * n + c % 2;
-          rS[m][n][c] = fmaf(-slope, fabsf(static_cast<float>(distance + below - right)), rS[m][n][c]);
-        }
+        for (int c = 0; c < 4; ++c)
+          rS[m][n][c] = body(rS[m][n][c], static_cast<float>(16 * m + 8 * (c / 2) - 8 * n - c % 2));
+  };
+  // |distance| costs one more instruction an element than a distance that has the same sign in the whole block.
+  if (__all_sync(~0u, distance >= 8 * kN - 7)) {
+    const float of_first = -slope * first;
+    for_each([&](float s, float further) { return fmaf(s, rest, fmaf(-slope, further, of_first)); });
+  } else {
+    for_each([&](float s, float further) { return fmaf(-slope, fabsf(first + further), s * rest); });
   }
 }
 

@@ -1,11 +1,12 @@
 // Forward with wgmma: Algorithm 1 of Dao, Fu, Ermon, Rudra, Ré, "FlashAttention" (2022), on Hopper.
 //
-// Grid: one CTA an SM, which takes tiles of query rows from a counter until there are none. Of warpgroup 0 one thread finds
-// the next tile and its key blocks, and one warp has the copy engine fill rings of buffers; each other warpgroup owns 64 rows with
-// S, P and O in registers. QKᵀ of a block is asked for together with P V of the block before, and the softmax
-// of one warpgroup runs beside the products of the others: they take turns in asking.
+// Grid: one CTA an SM, whose teams of warpgroups take tiles of query rows from a counter until there are none. Of warpgroup
+// 0, one thread for each team finds the next tile and its key blocks, and one warp has the copy engine fill rings of buffers.
+// Each other warpgroup owns 64 rows with S, P and O in registers. QKᵀ of a block is asked for together with P V of the block
+// before, and the softmax of one warpgroup runs beside the products of the others: they take turns in asking.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <unordered_map>
@@ -24,19 +25,19 @@ namespace flash::wgmma {
 // What a consumer warp keeps from tile to tile.
 template <class F>
 struct Consumer {
-  Messages<F>& messages;
-  int warpgroup, warp, lane;  // of the consumers; of the warpgroup; of the warp
-  uint32_t q0;                // where its rows of the first buffer for Q are, as an operand
+  const TeamMemory<F>& memory;
+  int team, warpgroup, warp, lane;  // of the CTA; of the team; of the warpgroup; of the warp
+  Messages<F>& messages = memory.messages;
   Ring<F::kStagesQ> q;
   Ring<F::kStages> k, v;
   Ring<2> slot;
 
   // One lane of each warp says that the warp needs a buffer no longer.
   __device__ __forceinline__ void release(const uint64_t& empty) const {
-    ptx::mbarrier_arrive_of_warp(messages.address(empty), lane);
+    ptx::mbarrier_arrive_of_warp(memory.address(empty), lane);
   }
   __device__ __forceinline__ void wait(const uint64_t& full, int parity) const {
-    ptx::mbarrier_wait(messages.address(full), parity);
+    ptx::mbarrier_wait(memory.address(full), parity);
   }
 
   __device__ __forceinline__ void release_tile() {
@@ -46,8 +47,13 @@ struct Consumer {
   }
 
   // Warpgroups ask for products one after the other.
-  __device__ __forceinline__ void wait_for_turn() const { ptx::barrier_sync(1 + warpgroup, 256); }
-  __device__ __forceinline__ void end_turn() const { ptx::barrier_arrive(1 + (warpgroup + 1) % F::kWarpgroups, 256); }
+  __device__ __forceinline__ void wait_for_turn() const { ptx::barrier_sync(turn_of(warpgroup), 256); }
+  __device__ __forceinline__ void end_turn() const {
+    ptx::barrier_arrive(turn_of((warpgroup + 1) % F::kWarpgroups), 256);
+  }
+  __device__ __forceinline__ int turn_of(int other) const {
+    return 1 + (F::kTeams == 1 ? 0 : team * F::kWarpgroups) + other;
+  }
 };
 
 // Asks for S = Q Kᵀ.
@@ -128,7 +134,11 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
   float rS[1][F::kN][4], rO[1][F::kO][4];
   uint32_t rP[F::kValueDepth][4];
   int block = 0;  // what the loader says of the keys that S is of
-  constexpr uint32_t kK = ptx::wgmma_place(Buffers<F>::kK, 16), kV = ptx::wgmma_place(Buffers<F>::kV, F::kPanelBytesKV);
+  // Operands: this warpgroup's rows of the first buffer for Q, and the first buffers for K and V.
+  const TeamMemory<F>& memory = self.memory;
+  const uint32_t q0 = ptx::wgmma_place(memory.begin + memory.kQ, 16) + self.warpgroup * (F::kBytesOfWarpgroup >> 4);
+  const uint32_t k0 = ptx::wgmma_place(memory.begin + memory.kK, 16);
+  const uint32_t v0 = ptx::wgmma_place(memory.begin + memory.kV, F::kPanelBytesKV);
 
   const auto release_v = [&] { self.release(messages.v_empty[self.v.stage]), self.v.advance(); };
   const auto release_q = [&] { self.release(messages.q_empty[self.q.stage]), self.q.advance(); };
@@ -163,14 +173,14 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
   const auto ask_for_score = [&] {
     ptx::wgmma_fence();
     ptx::pin(rS[0]);
-    multiply_score<F>(rS[0], self.q0 + self.q.stage * (F::kBytesQ >> 4), kK + self.k.stage * (F::kBytesKV >> 4));
+    multiply_score<F>(rS[0], q0 + self.q.stage * (F::kBytesQ >> 4), k0 + self.k.stage * (F::kBytesKV >> 4));
   };
   const auto ask_for_value = [&] {
     self.wait(messages.v_full[self.v.stage], self.v.parity);
     ptx::wgmma_fence();
     ptx::pin(rP);
     ptx::pin(rO[0]);
-    multiply_value<F>(rO[0], rP, kV + self.v.stage * (F::kBytesKV >> 4));
+    multiply_value<F>(rO[0], rP, v0 + self.v.stage * (F::kBytesKV >> 4));
     ptx::wgmma_commit();
   };
 
@@ -180,7 +190,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     const TileWork& work = messages.tile[self.slot.stage];
     if (work.state != TileWork::kBlocks) {
       if (work.state == TileWork::kEnd) break;
-      store_special<F>(p, work, unit, static_cast<int>(threadIdx.x) - 128, self.lane);
+      store_special<F>(p, work, unit, static_cast<int>(threadIdx.x) % 128 + 128 * self.warpgroup, self.lane);
       self.release_tile();
       continue;
     }
@@ -199,8 +209,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     const auto finish_score = [&] {
       const int first_key = (block & kBlockNumber) * F::kKeys;
       if constexpr (F::kModified)
-        scale_and_modify(rS, place(), launch.scale, softcap_of<float>(p.score), slope, work.visibility.diagonal,
-                         first_key);
+        scale_and_modify(rS, place(), launch.scale, launch.softcap, slope, work.visibility.diagonal, first_key);
       if ((block & kHasHidden) != 0)
         hide_unseen(rS, place(), DiagonalInterval{work.seen_begin, work.seen_end}.below(own_row + self.lane / 4),
                     first_key);
@@ -214,7 +223,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
         }
     };
 
-    // The first block's maxima are the rows' first references.
+    // Maxima of the first block are the rows' first references.
     if (!has_score) {
       self.wait(messages.q_full[self.q.stage], self.q.parity);
       const int passed = pass_over_k(work);
@@ -228,32 +237,42 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
 #pragma unroll
     for (int i = 0; i < F::kO * 4; ++i) rO[0][i / 4][i % 4] = 0;
     finish_score();
-    begin_rows(softmax, rS[0], unit.to_log2);
+    begin_rows<F::kModified ? F::kN : 4>(softmax, rS[0], unit.to_log2);
     draw();
-    add_block<F::kKey.dtype>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
-    drop();
+    float sum[2];
+    bool asks = make_block<F::kKey.dtype>(softmax, rP, sum, rS[0], unit.to_log2);
 
     // S of the next block beside P V of this one
 #pragma unroll 1
-    while (__any_sync(~0u, (block & kIsLast) == 0)) {
-      wait_for_k();
-      self.wait_for_turn();
-      ask_for_score();
-      ptx::wgmma_commit();
-      ask_for_value();
-      if (!F::kTile.long_turns) self.end_turn();
-      read_block();
-      ptx::wgmma_wait<1>();
-      if (F::kTile.long_turns) self.end_turn();
-      ptx::pin(rS[0]);
-      release_k();
-      finish_score();
-      ptx::wgmma_wait<0>();
-      ptx::pin(rO[0]);
-      release_v();
-      draw();  // here, where it fills the gaps between exponentials
-      add_block<F::kKey.dtype>(softmax, rP, rS[0], rO[0], unit.to_log2, self.lane);
+    while (true) {
+      // What is rare stands outside of the inner loop: instructions that are jumped over have to be fetched all the same.
+      if (asks) repair<F::kKey.dtype>(softmax, rP, sum, rS[0], rO[0], unit.to_log2, self.lane);
+      add_sums(softmax, sum);
       drop();
+      if (!__any_sync(~0u, (block & kIsLast) == 0)) break;
+#pragma unroll 1
+      while (true) {
+        wait_for_k();
+        self.wait_for_turn();
+        ask_for_score();
+        ptx::wgmma_commit();
+        ask_for_value();
+        if (!F::kTile.long_turns) self.end_turn();
+        read_block();
+        ptx::wgmma_wait<1>();
+        if (F::kTile.long_turns) self.end_turn();
+        ptx::pin(rS[0]);
+        release_k();
+        finish_score();
+        ptx::wgmma_wait<0>();
+        ptx::pin(rO[0]);
+        release_v();
+        draw();  // here, where it fills the gaps between exponentials
+        asks = make_block<F::kKey.dtype>(softmax, rP, sum, rS[0], unit.to_log2);
+        if (asks || !__any_sync(~0u, (block & kIsLast) == 0)) break;
+        add_sums(softmax, sum);
+        drop();
+      }
     }
 
     if (F::kStagesQ > 1) release_q();
@@ -285,6 +304,21 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
   }
 }
 
+template <class F>
+__device__ __forceinline__ void init_messages(const TeamMemory<F>& memory) {
+  constexpr int kReaders = 4 * F::kWarpgroups * ptx::kArrivalsOfWarp;
+  const auto init = [&](auto& full, auto& empty, int readers) {
+    for (uint64_t& x : full) ptx::mbarrier_init(memory.address(x), 1);
+    for (uint64_t& x : empty) ptx::mbarrier_init(memory.address(x), readers);
+  };
+  Messages<F>& messages = memory.messages;
+  init(messages.q_full, messages.q_empty, kReaders);
+  init(messages.k_full, messages.k_empty, kReaders);
+  init(messages.v_full, messages.v_empty, kReaders);
+  init(messages.tile_full, messages.tile_empty, kReaders + 1);  // and the loader
+  for (TileWork& work : messages.tile) work.has_lengths = false;
+}
+
 // (The key comes in parts: nvcc 13 writes stubs that do not compile for kernels with class-type arguments.)
 template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -292,35 +326,31 @@ __global__ void __launch_bounds__(kThreads, 1)
                const __grid_constant__ TensorMaps maps, uint32_t* counter) {
   using F = Fwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
   extern __shared__ __align__(1024) uint8_t shared[];
-  Messages<F>& messages = *reinterpret_cast<Messages<F>*>(shared);
   const int warpgroup = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128), 0);
 
   if (threadIdx.x == 0) {
     if ((ptx::shared_address(shared) & 0xFFFFFF) != kSharedBegin) __trap();
-    constexpr int kReaders = 4 * F::kWarpgroups * ptx::kArrivalsOfWarp;
-    const auto init = [&](auto& full, auto& empty, int readers) {
-      for (uint64_t& x : full) ptx::mbarrier_init(messages.address(x), 1);
-      for (uint64_t& x : empty) ptx::mbarrier_init(messages.address(x), readers);
-    };
-    init(messages.q_full, messages.q_empty, kReaders);
-    init(messages.k_full, messages.k_empty, kReaders);
-    init(messages.v_full, messages.v_empty, kReaders);
-    init(messages.tile_full, messages.tile_empty, kReaders + 1);  // and the loader
+    for (int team = 0; team < F::kTeams; ++team) init_messages(TeamMemory<F>(shared, team));
     ptx::mbarrier_init_fence();
   }
-  __syncthreads();  // everybody's barriers are there
+  __syncthreads();  // all barriers are there
 
+  const auto warp_of_warpgroup = [] { return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32 % 4), 0); };
   if (warpgroup == 0) {
     ptx::give_registers_back<F::kProducerRegisters>();
-    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
-    if (warp == 0) Loader<F>{p, maps, messages, ptx::elect_one()}.run();
-    if (warp == 1 && ptx::elect_one()) schedule<F>(p, launch, counter, messages);
+    const int warp = warp_of_warpgroup(), team = F::kTeams == 1 ? 0 : warp / 2;
+    if (warp >= 2 * F::kTeams) return;
+    const TeamMemory<F> memory(shared, team);
+    if (warp % 2 == 0)
+      Loader<F>{p, maps, memory, ptx::elect_one()}.run();
+    else if (ptx::elect_one())
+      schedule<F>(p, launch, counter, memory, team);
     return;
   }
   ptx::take_registers<F::kConsumerRegisters>();
-  const int own = warpgroup - 1, lane = static_cast<int>(threadIdx.x % 32);
-  Consumer<F> self{messages, own, static_cast<int>(threadIdx.x / 32 % 4), lane,
-                   ptx::wgmma_place(Buffers<F>::kQ, 16) + own * (F::kBytesOfWarpgroup >> 4)};
+  const int team = F::kTeams == 1 ? 0 : (warpgroup - 1) / F::kWarpgroups, own = (warpgroup - 1) % F::kWarpgroups;
+  const TeamMemory<F> memory(shared, team);
+  Consumer<F> self{memory, team, own, warp_of_warpgroup(), static_cast<int>(threadIdx.x % 32)};
   if (own == F::kWarpgroups - 1) self.end_turn();  // the first one's turn comes first
   consume<F>(self, p, launch);
 }
@@ -372,7 +402,7 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* given_st
     counter = static_cast<uint32_t*>(memory);
   }
   make_block_tiles<false>(params, launch.tiles, F::kRows, F::kKeys, stream);
-  const uint32_t ctas = launch.blocks < static_cast<uint32_t>(launch.sm_count) ? launch.blocks : launch.sm_count;
+  const uint32_t ctas = std::min(launch.blocks, static_cast<uint32_t>(launch.sm_count));
   kernel<<<ctas, F::kThreads, kSharedBytes, stream>>>(params, launch, maps, counter);
   const cudaError_t error = cudaGetLastError();
   if (is_borrowed) cudaFreeAsync(counter, stream);

@@ -9,14 +9,12 @@
 
 namespace flash::wgmma {
 
-// Tiles are dealt out one by one, in the order of LateTileOrder. The last CTA of a launch leaves the counters as it found them:
-// two for each stream that has launched kernels of this unit outside of a graph.
+// Tiles are dealt out one by one, in the order of LateTileOrder. The last team of a launch leaves the counters as it found
+// them: two for each stream that has launched kernels of this unit outside of a graph.
 inline constexpr int kMostStreams = 512;
 
-__device__ __forceinline__ uint32_t next_tile(uint32_t* counter) { return gridDim.x + atomicAdd(counter, 1u); }
-
-__device__ __forceinline__ void leave(uint32_t* counter) {
-  if (atomicAdd(counter + 1, 1u) != gridDim.x - 1) return;
+__device__ __forceinline__ void leave(uint32_t* counter, uint32_t all_teams) {
+  if (atomicAdd(counter + 1, 1u) != all_teams - 1) return;
   counter[0] = counter[1] = 0;
 }
 
@@ -36,14 +34,13 @@ __device__ __forceinline__ bool find_lengths(TileWork& work, const FwdParams& p,
   ptx::forget_memory();
   work.visibility = make_visibility(p.window, work.rows, work.keys);
   ptx::forget_memory();
+  work.has_lengths = possible && !has_lengths(p.rows_q) && !has_lengths(p.rows_k);
   return possible;
 }
 
 // The tile of this index. False: no such rows. What is known goes to shared memory at once: there are few registers.
-// `has_lengths_already`: from a tile before, of sequences that are all alike.
 template <class F>
-__device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, const FwdLaunch& launch, uint32_t index,
-                                         bool has_lengths_already) {
+__device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, const FwdLaunch& launch, uint32_t index) {
   {
     const TileIndex tile = launch.late_order.tile(index);
     work.batch = static_cast<int>(tile.batch), work.head = static_cast<int>(tile.head);
@@ -52,7 +49,7 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
   ptx::forget_memory();
   work.head_k = static_cast<int>(launch.group.divide(static_cast<uint32_t>(work.head)));
   work.sequence.index = work.batch;
-  if (has_lengths_already) {
+  if (work.has_lengths) {
     work.sequence.q.batch = work.sequence.k.batch = work.batch;
   } else if (!find_lengths<F>(work, p, launch)) {
     work.state = TileWork::kImpossible;
@@ -110,22 +107,23 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
 // The thread that finds tiles.
 template <class F>
 __device__ __forceinline__ void schedule(const FwdParams& p, const FwdLaunch& launch, uint32_t* counter,
-                                         Messages<F>& messages) {
+                                         const TeamMemory<F>& memory, int team) {
+  Messages<F>& messages = memory.messages;
+  const uint32_t all_teams = gridDim.x * F::kTeams;
+  const auto next_tile = [&] { return all_teams + atomicAdd(counter, 1u); };
   Ring<2> slot;
-  const bool are_alike = !has_lengths(p.rows_q) && !has_lengths(p.rows_k);
   // A tile is taken when its description has a place, not before: who holds tiles that others could have begun with makes
   // them wait in the end (two tiles ahead cost 4 % under a causal mask).
-  for (uint32_t index = blockIdx.x, tiles = 0;; index = next_tile(counter), ++tiles) {
+  for (uint32_t index = blockIdx.x + team * gridDim.x;; index = next_tile()) {
     TileWork& work = messages.tile[slot.stage];
-    while (index < launch.blocks && !describe<F>(work, p, launch, index, are_alike && tiles >= 2))
-      index = next_tile(counter);
+    while (index < launch.blocks && !describe<F>(work, p, launch, index)) index = next_tile();
     if (index >= launch.blocks) work.state = TileWork::kEnd;
-    ptx::mbarrier_arrive(messages.address(messages.tile_full[slot.stage]));
+    ptx::mbarrier_arrive(memory.address(messages.tile_full[slot.stage]));
     if (index >= launch.blocks) break;
     slot.advance();
-    ptx::mbarrier_wait(messages.address(messages.tile_empty[slot.stage]), slot.parity ^ 1);
+    ptx::mbarrier_wait(memory.address(messages.tile_empty[slot.stage]), slot.parity ^ 1);
   }
-  leave(counter);
+  leave(counter, all_teams);
 }
 
 // The warp that asks for the copies, by one of its lanes: what all lanes know alike needs no registers of theirs. K comes a
@@ -135,8 +133,9 @@ template <class F>
 struct Loader {
   const FwdParams& p;
   const TensorMaps& maps;
-  Messages<F>& messages;
+  const TeamMemory<F>& memory;
   bool elected;
+  Messages<F>& messages = memory.messages;
   Ring<F::kStagesQ> q;
   Ring<F::kStages> k, v;
   Ring<2> slot;
@@ -167,43 +166,44 @@ struct Loader {
   }
 
   __device__ __forceinline__ void load_k(const TileWork& work, int n, bool is_last) {
-    ptx::mbarrier_wait(messages.address(messages.k_empty[k.stage]), k.parity ^ 1);
+    ptx::mbarrier_wait(memory.address(messages.k_empty[k.stage]), k.parity ^ 1);
     const bool has_hidden = n < work.full_begin || n >= work.full_end;
     if (elected) messages.block[k.stage] = n | (has_hidden ? kHasHidden : 0) | (is_last ? kIsLast : 0);
-    load_keys(Buffers<F>::kK + k.stage * F::kBytesKV, messages.address(messages.k_full[k.stage]), work, n, maps.k,
-              maps.k_eight, maps.k_one);
+    load_keys(memory.begin + memory.kK + k.stage * F::kBytesKV, memory.address(messages.k_full[k.stage]), work, n,
+              maps.k, maps.k_eight, maps.k_one);
     __syncwarp();
     k.advance();
   }
 
   __device__ __forceinline__ void load_v(const TileWork& work, int n) {
-    ptx::mbarrier_wait(messages.address(messages.v_empty[v.stage]), v.parity ^ 1);
-    load_keys(Buffers<F>::kV + v.stage * F::kBytesKV, messages.address(messages.v_full[v.stage]), work, n, maps.v,
-              maps.v_eight, maps.v_one);
+    ptx::mbarrier_wait(memory.address(messages.v_empty[v.stage]), v.parity ^ 1);
+    load_keys(memory.begin + memory.kV + v.stage * F::kBytesKV, memory.address(messages.v_full[v.stage]), work, n,
+              maps.v, maps.v_eight, maps.v_one);
     __syncwarp();
     v.advance();
   }
 
   // The tile's rows, 64 after 64.
   __device__ __forceinline__ void load_q(const TileWork& work) {
-    ptx::mbarrier_wait(messages.address(messages.q_empty[q.stage]), q.parity ^ 1);
+    ptx::mbarrier_wait(memory.address(messages.q_empty[q.stage]), q.parity ^ 1);
     const int row = work.first_q, head = work.head, batch = work.batch_q;
     if (elected) {
-      const uint32_t barrier = messages.address(messages.q_full[q.stage]);
+      const uint32_t barrier = memory.address(messages.q_full[q.stage]);
       ptx::mbarrier_arrive_expecting(barrier, F::kBytesQ);
 #pragma unroll
       for (int i = 0; i < F::kWarpgroups; ++i)
 #pragma unroll
         for (int panel = 0; panel < F::kPanels; ++panel)
-          ptx::tma_load(Buffers<F>::kQ + q.stage * F::kBytesQ + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ,
-                        &maps.q, barrier, panel * kPanelColumns, row + 64 * i, head, batch);
+          ptx::tma_load(
+              memory.begin + memory.kQ + q.stage * F::kBytesQ + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ,
+              &maps.q, barrier, panel * kPanelColumns, row + 64 * i, head, batch);
     }
     q.advance();
   }
 
   __device__ __forceinline__ void release_tile(int stage) const {
     __syncwarp();  // everybody has read it
-    if (elected) ptx::mbarrier_arrive(messages.address(messages.tile_empty[stage]));
+    if (elected) ptx::mbarrier_arrive(memory.address(messages.tile_empty[stage]));
   }
 
   __device__ __forceinline__ void run() {
@@ -215,7 +215,7 @@ struct Loader {
       if (waiting_slot != slot.stage) release_tile(waiting_slot);
     };
     while (true) {
-      ptx::mbarrier_wait(messages.address(messages.tile_full[slot.stage]), slot.parity);
+      ptx::mbarrier_wait(memory.address(messages.tile_full[slot.stage]), slot.parity);
       const TileWork& work = messages.tile[slot.stage];
       const TileWork::State state = work.state;
       if (state == TileWork::kBlocks) {

@@ -32,12 +32,12 @@ struct LazySoftmax : OnlineSoftmax<1> {
   }
 };
 
-// The largest score of a row, for all four threads that share it.
-template <int kN>
+// The largest score of a row in the first kTiles n8 tiles, for all four threads that share it.
+template <int kTiles, int kN>
 __device__ __forceinline__ float row_max(const float (&rS)[kN][4], int half) {
   float even = rS[0][2 * half], odd = rS[0][2 * half + 1];
 #pragma unroll
-  for (int n = 1; n < kN; ++n) even = fmaxf(even, rS[n][2 * half]), odd = fmaxf(odd, rS[n][2 * half + 1]);
+  for (int n = 1; n < kTiles; ++n) even = fmaxf(even, rS[n][2 * half]), odd = fmaxf(odd, rS[n][2 * half + 1]);
   return row_max_of(fmaxf(even, odd));
 }
 
@@ -59,11 +59,12 @@ __device__ __forceinline__ void make_weights(uint32_t (&rP)[kN / 2][4], float (&
     }
 }
 
-// The rows' references, to begin with: their maxima in S.
-template <int kN>
+// The rows' references, to begin with: their maxima in the first kTiles n8 tiles of S. A few keys serve as well as all,
+// unless something makes scores rise along the keys.
+template <int kTiles, int kN>
 __device__ __forceinline__ void begin_rows(LazySoftmax& softmax, const float (&rS)[kN][4], float to_log2) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) softmax.refer_to(half, row_max(rS, half), to_log2);
+  for (int half = 0; half < 2; ++half) softmax.refer_to(half, row_max<kTiles>(rS, half), to_log2);
 }
 
 // What the comment above says.
@@ -73,7 +74,7 @@ __device__ __forceinline__ void repair(LazySoftmax& softmax, uint32_t (&rP)[kN /
   float offset[2], folded[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float largest = row_max(rS, half), reference = softmax.reference[0][half];
+    const float largest = row_max<kN>(rS, half), reference = softmax.reference[0][half];
     const float old_folded = softmax.folded(0, half, to_log2), old_offset = softmax.offset(0, half, to_log2);
     const uint32_t asking = __ballot_sync(~0u, !(sum[half] <= kMostOfThread<kType>));
     if ((asking >> (lane & ~3) & 15) != 0) softmax.refer_to(half, fmaxf(reference, largest), to_log2);
@@ -92,15 +93,16 @@ __device__ __forceinline__ void repair(LazySoftmax& softmax, uint32_t (&rP)[kN /
   make_weights<kType>(rP, sum, rS, offset, folded, to_log2);
 }
 
-// S becomes P. O must not be in use by products.
-template <DataType kType, int kN, int kO>
-__device__ __forceinline__ void add_block(LazySoftmax& softmax, uint32_t (&rP)[kN / 2][4], const float (&rS)[kN][4],
-                                          float (&rO)[kO][4], float to_log2, int lane) {
-  float sum[2];
+// S becomes P, and this thread's sums of it. True: some row asks for a repair, which is to follow.
+template <DataType kType, int kN>
+__device__ __forceinline__ bool make_block(const LazySoftmax& softmax, uint32_t (&rP)[kN / 2][4], float (&sum)[2],
+                                           const float (&rS)[kN][4], float to_log2) {
   constexpr float kNoOffset[2] = {0, 0};
   make_weights<kType>(rP, sum, rS, kNoOffset, softmax.subtracted, to_log2);
-  const bool asks = !(sum[0] <= kMostOfThread<kType>) || !(sum[1] <= kMostOfThread<kType>);
-  if (__any_sync(~0u, asks)) repair<kType>(softmax, rP, sum, rS, rO, to_log2, lane);
+  return __any_sync(~0u, !(sum[0] <= kMostOfThread<kType>) || !(sum[1] <= kMostOfThread<kType>));
+}
+
+__device__ __forceinline__ void add_sums(LazySoftmax& softmax, const float (&sum)[2]) {
   softmax.row_sum[0][0] += sum[0];
   softmax.row_sum[0][1] += sum[1];
 }

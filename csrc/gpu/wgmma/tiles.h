@@ -7,24 +7,27 @@
 
 namespace flash::wgmma {
 
-// One CTA computes 64 query rows of a head for each of its consumer warpgroups, against `keys` keys at a time; one more
-// warpgroup loads. Q, K and V lie in panels of 64 columns.
+// A team of consumer warpgroups computes 64 query rows of a head for each of them, against `keys` keys at a time. A CTA has
+// one team or two, each with tiles and buffers of its own, and one more warpgroup, which loads for all. Q, K and V lie in
+// panels of 64 columns.
 struct Tile {
   int warpgroups = 0, keys = 0;
   int q_stages = 1, kv_stages = 2;   // buffers
   int64_t from_keys = 0;             // the length of sequences from which on it is the better choice
   int64_t from_keys_of_windows = 0;  // the same of calls with a diagonal
   bool long_turns = false;           // a warpgroup's turn ends when S is there, not when the products are asked for
+  int teams = 1;
 
   constexpr int rows() const { return 64 * warpgroups; }
-  constexpr int threads() const { return 128 * (warpgroups + 1); }
+  constexpr int threads() const { return 128 * (teams * warpgroups + 1); }
   static constexpr int columns(int head_dim) { return (head_dim + 63) / 64 * 64; }
   constexpr int q_bytes(int head_dim) const { return rows() * columns(head_dim) * 2; }
   constexpr int kv_bytes(int head_dim) const { return keys * columns(head_dim) * 2; }
   // Barriers and messages, and the buffers.
-  constexpr int shared_bytes(int head_dim) const {
+  constexpr int team_bytes(int head_dim) const {
     return 1024 + q_stages * q_bytes(head_dim) + 2 * kv_stages * kv_bytes(head_dim);
   }
+  constexpr int shared_bytes(int head_dim) const { return teams * team_bytes(head_dim); }
 };
 
 // In order of preference: the first that suits the card, the length and the block mask is used. The last ones serve some block
@@ -35,8 +38,12 @@ constexpr Tiles fwd_tiles(KernelKey key) {
   constexpr Tile kSquare{2, 128, 2, 2}, kFlat{2, 64, 2, 3};  // also those for block masks
   const bool is_modified = key.variant >= Variant::modified, is_plain = key.variant == Variant::plain;
   if (key.head_dim <= 64) {
-    if (is_plain) return {{{3, 128, 2, 3, 8192, 8192, true}, {4, 64, 2, 3}, {2, 128, 2, 3}, {3, 64, 2, 3}}};
-    return {{{4, 64, 2, 3}, is_modified ? kFlat : kSquare}};
+    // Two teams are the best where tiles are short, as they are under a diagonal: one computes while the other begins and
+    // ends. And they are for block masks, in whose rows of 128 the larger tiles do not lie.
+    constexpr Tile kTeams{2, 64, 1, 4, 0, 0, false, 2};
+    if (is_plain) return {{{3, 128, 2, 3, 8192, 8192, true}, {4, 64, 2, 3, 0, 4096}, kTeams}};
+    if (is_modified) return {{{3, 96, 2, 2, 2048, 2048}, kSquare, kFlat}};
+    return {{kTeams}};
   }
   if (key.head_dim <= 96) {
     if (is_plain) return {{{3, 96, 2, 2, 4096, 4096}, kSquare, {3, 80, 2, 3}}};
@@ -44,7 +51,8 @@ constexpr Tiles fwd_tiles(KernelKey key) {
   }
   if (key.head_dim <= 128) {
     if (is_plain) return {{{3, 64, 2, 3, 4096, 4096}, kSquare, kFlat}};
-    return {{{3, 64, 2, 3}, is_modified ? kFlat : kSquare}};
+    if (is_modified) return {{kSquare, kFlat}};
+    return {{kSquare}};
   }
   if (key.head_dim <= 192 && is_plain) return {{{2, 96, 1, 2, 4096, 8192}, {2, 64, 1, 2}}};
   return {{{2, 64, 1, 2}}};

@@ -17,7 +17,8 @@ struct Fwd {
   static constexpr KernelKey kKey = kKeyOf;
   static constexpr Tile kTile = fwd_tiles(kKeyOf)[kTileOf];
   static constexpr int kHeadDim = kKey.head_dim;
-  static constexpr int kWarpgroups = kTile.warpgroups, kConsumers = 128 * kWarpgroups, kThreads = kTile.threads();
+  static constexpr int kTeams = kTile.teams, kThreads = kTile.threads();
+  static constexpr int kWarpgroups = kTile.warpgroups, kConsumers = 128 * kWarpgroups;  // of a team
   static constexpr int kRows = kTile.rows(), kKeys = kTile.keys;
   static constexpr int kN = kKeys / 8, kO = kHeadDim / 8;                 // n8 tiles of S and of O
   static constexpr int kDepth = kHeadDim / 16, kValueDepth = kKeys / 16;  // k16 steps of QKᵀ and of P V
@@ -28,10 +29,12 @@ struct Fwd {
   static constexpr int kStagesQ = kTile.q_stages, kStages = kTile.kv_stages;
   static constexpr bool kDropout = kKey.variant >= Variant::dropout;
   static constexpr bool kModified = kKey.variant >= Variant::modified;
-  // The registers at launch are all there is: 65536 / threads of them, rounded down to eight, for each thread.
-  static constexpr int kProducerRegisters = kWarpgroups == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kWarpgroups == 2 ? 232 : kWarpgroups == 3 ? 160 : 112;
-  static_assert(128 * kProducerRegisters + kConsumers * kConsumerRegisters <= 65536 / kThreads / 8 * 8 * kThreads);
+  // The registers at launch are all there is: so many for each thread, a multiple of eight.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kProducerRegisters = kTeams * kWarpgroups == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters =
+      (kLaunchRegisters * kThreads - 128 * kProducerRegisters) / (kTeams * kConsumers) / 8 * 8;
+  static_assert(kTeams <= 2);  // of the loading warpgroup, each has two warps
   // V of a tile's last block is still held while blocks of the next are passed over (fwd.cuh), and each of those takes a
   // buffer: the first warpgroup passes over as many as this.
   static_assert(64 * (kWarpgroups - 1) <= kStages * kKeys);
@@ -54,6 +57,7 @@ struct TileWork {
   State state;  // keys are visited; rows see nothing; their lengths cannot be; there is no tile any more
   int batch, head, head_k;
   int first_row, rows, keys;  // of the tile; of the sequence
+  bool has_lengths;           // from a tile before, because all sequences are alike
   Sequence sequence;
   Visibility visibility;
   DropoutStream dropout;  // of this sequence and head
@@ -91,20 +95,30 @@ struct Messages {
   uint64_t tile_full[2], tile_empty[2];
   int block[F::kStages];  // that a buffer of K holds
   TileWork tile[2];
-
-  // In shared memory.
-  __device__ __forceinline__ uint32_t address(const uint64_t& barrier) const {
-    return kSharedBegin +
-           static_cast<uint32_t>(reinterpret_cast<const char*>(&barrier) - reinterpret_cast<const char*>(this));
-  }
 };
 
+// A team's part of shared memory.
 template <class F>
-struct Buffers {
-  static constexpr uint32_t kQ = kSharedBegin + kMessageBytes, kK = kQ + F::kStagesQ * F::kBytesQ,
-                            kV = kK + F::kStages * F::kBytesKV, kEnd = kV + F::kStages * F::kBytesKV;
-  static_assert(sizeof(Messages<F>) <= kMessageBytes && kQ % 1024 == 0 && kK % 1024 == 0 && kV % 1024 == 0);
-  static_assert(kEnd - kSharedBegin == F::kTile.shared_bytes(F::kHeadDim));
+struct TeamMemory {
+  static constexpr uint32_t kBytes = F::kTile.team_bytes(F::kHeadDim), kQ = kMessageBytes,
+                            kK = kQ + F::kStagesQ * F::kBytesQ, kV = kK + F::kStages * F::kBytesKV;
+  static_assert(sizeof(Messages<F>) <= kMessageBytes && kV + F::kStages * F::kBytesKV == kBytes);
+  static_assert(kSharedBegin % 1024 == 0 && kBytes % 1024 == 0 && kQ % 1024 == 0 && kK % 1024 == 0 && kV % 1024 == 0);
+
+  Messages<F>& messages;
+  uint32_t begin;  // address
+
+  __device__ __forceinline__ TeamMemory(uint8_t* shared, int team)
+      : messages(*reinterpret_cast<Messages<F>*>(shared + team_offset(team))),
+        begin(kSharedBegin + team_offset(team)) {}
+  static __device__ __forceinline__ int team_offset(int team) {
+    return F::kTeams == 1 ? 0 : team * static_cast<int>(kBytes);
+  }
+
+  __device__ __forceinline__ uint32_t address(const uint64_t& barrier) const {
+    return begin +
+           static_cast<uint32_t>(reinterpret_cast<const char*>(&barrier) - reinterpret_cast<const char*>(&messages));
+  }
 };
 
 }  // namespace flash::wgmma
