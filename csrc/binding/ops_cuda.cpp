@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> attention_backward(
   Tensor steps;  // of a block mask
   if (params.block_mask.given()) {
     steps = allocate(q, {divide_up(launch.tiles.bytes(), 4)}, ScalarType::Int, false);
-    launch.tiles.steps = static_cast<uint16_t*>(steps.data_ptr());
+    launch.tiles.lie_at(steps.data_ptr());
   }
   const Tensor turns = allocate(q, {wants_dq && deterministic ? plan.memory.turns : 0}, ScalarType::Int, true);
   if (turns.numel() > 0) launch.turns = static_cast<int*>(turns.data_ptr());

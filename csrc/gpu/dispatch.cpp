@@ -178,7 +178,7 @@ std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_row
   if (launch->blocks == 0) return "";
   launch->device = device;
   launch->sm_count = card.sm_count;
-  if (params.block_mask.given()) launch->tiles.steps = static_cast<uint16_t*>(allocate(launch->tiles.bytes()));
+  if (params.block_mask.given()) launch->tiles.lie_at(allocate(launch->tiles.bytes()));
   if (family_of(found.choice->key) == Family::wgmma)
     if (const int error = give_counter(*launch, stream, allocate)) return describe_error(error);
   return describe_error(function_of(found.choice->key, kFwdKeys, kFwdFunctions)(params, *launch, stream));

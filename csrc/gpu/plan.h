@@ -228,18 +228,19 @@ void describe_inputs(Launch& launch, const AttentionParams& p) {
   launch.vectorised_v = is_vectorised(p.v, p.dim_v);
 }
 
-// The steps that a launch under a block mask needs, still without memory.
-inline BlockTiles block_tiles(const AttentionParams& p, int64_t own_tiles, int64_t other_tiles) {
+// What a launch under a block mask needs of it, still without memory.
+inline BlockTiles block_tiles(const AttentionParams& p, int64_t own_tiles, int64_t other_tiles, bool ordered) {
   BlockTiles tiles;
   const BlockMask& mask = p.block_mask;
   if (!mask.given()) return tiles;
   const bool shifted = p.rows_q.leftpad.given() || p.rows_k.leftpad.given();
   const int64_t heads = mask.head_planes == 0 ? 1 : p.heads, batches = mask.batch_planes == 0 && !shifted ? 1 : p.batch;
+  tiles.ordered = ordered;
   tiles.own_tiles = static_cast<int>(own_tiles);
   tiles.other_tiles = static_cast<int>(other_tiles);
   tiles.planes = batches * heads;
   tiles.head_planes = mask.head_planes == 0 ? 0 : 1;
-  tiles.batch_planes = batches == 1 ? 0 : heads;
+  tiles.batch_planes = batches == 1 ? 0 : static_cast<int>(heads);
   tiles.mask_rows = Divisor(static_cast<uint32_t>(mask.rows));
   tiles.mask_keys = Divisor(static_cast<uint32_t>(mask.keys));
   return tiles;
@@ -268,7 +269,7 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
   launch.softcap = SoftcapTerms(softcap_of<float>(p.score), launch.scale);
   launch.vectorised_out = is_vectorised(p.out, p.dim_v);
   launch.max_rows_q = max_rows_q;
-  launch.tiles = block_tiles(p, m_blocks, divide_up(max_rows_k, tile.keys));
+  launch.tiles = block_tiles(p, m_blocks, divide_up(max_rows_k, tile.keys), false);
   return launch;
 }
 
@@ -327,7 +328,7 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
   launch.vectorised_dv = is_vectorised(p.dv, p.dim_v);
   launch.max_rows_q = max_rows_q;
   launch.max_rows_k = max_rows_k;
-  launch.tiles = block_tiles(p, n_blocks, m_blocks);
+  launch.tiles = block_tiles(p, n_blocks, m_blocks, true);
   return launch;
 }
 

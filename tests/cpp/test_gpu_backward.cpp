@@ -8,13 +8,12 @@
 #include <vector>
 
 #include "block_tile_steps.h"
+#include "expect.h"
 #include "gpu/mma_sync/bwd.cuh"
 #include "gpu/plan.h"
 #include "random_blocks.h"
 
 using namespace flash;
-
-static long checks = 0;
 
 struct Options {
   bool causal = false;
@@ -186,6 +185,25 @@ static void compare(const char* name, const std::vector<Found>& found, const std
   std::exit(1);
 }
 
+// Key blocks that visit most rows of the heads that share them come first; all are there.
+static void check_order(const BwdParams& p, const BlockTiles& tiles) {
+  const int64_t shared = tiles.head_planes == 0 ? 1 : p.group();
+  for (int64_t plane = 0; plane < tiles.planes; plane += shared) {
+    const auto visited = [&](int64_t tile) {
+      int64_t sum = 0;
+      for (int64_t i = 0; i < shared; ++i) sum += tiles.counts[(plane + i) * tiles.own_tiles + tile];
+      return sum;
+    };
+    std::vector<int> places(tiles.own_tiles, 0);
+    for (int i = 0; i < tiles.own_tiles; ++i) {
+      const uint16_t* order = tiles.order + plane * tiles.own_tiles + i;
+      ++places.at(order[0]);
+      EXPECT(i == 0 || visited(order[-1]) >= visited(order[0]));
+    }
+    for (int count : places) EXPECT(count == 1);
+  }
+}
+
 template <KernelKey kKey, int kTile = 0>
 static void test(const char* name, const Shape& shape, const Options& options = {}) {
   using F = mma_sync::Bwd<kKey, kTile>;
@@ -201,6 +219,7 @@ static void test(const char* name, const Shape& shape, const Options& options = 
   launch.dq_sum = &dq_sum.data()->x;
   if (options.deterministic) launch.turns = turns.data();
   const std::vector<uint16_t> steps = make_steps<true>(p, launch, F::kKeys, F::kRows);
+  check_order(p, launch.tiles);
   if (options.bias) {
     launch.dbias_sum = p.bias;
     launch.dbias_sum.data = call.dbias.data();

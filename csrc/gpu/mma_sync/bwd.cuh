@@ -17,11 +17,25 @@
 
 namespace flash::mma_sync {
 
+// The key block of CTA `index`: under a block mask those of a head that visit most come first, so that no long one is
+// left for the end.
+template <class F>
+__device__ __forceinline__ TileIndex key_block_of(const BwdLaunch& launch, uint32_t index) {
+  TileIndex tile = launch.turn_order.key_block(launch.order, index);
+  const BlockTiles& tiles = launch.tiles;
+  if (F::kTile.takes_blocks && tiles.steps != nullptr) {
+    const int head = static_cast<int>(tile.head) * static_cast<int>(launch.group);
+    const int plane = static_cast<int>(tile.batch) * tiles.batch_planes + head * tiles.head_planes;
+    tile.m_block = tiles.order[int64_t{plane} * tiles.own_tiles + tile.m_block];
+  }
+  return tile;
+}
+
 // Finds the key block of this CTA and asks for its K and V. False: there is none.
 template <class F>
 __device__ __forceinline__ bool start_key_block(const BwdParams& p, const BwdLaunch& launch, BwdWork& work, uint32_t sK,
                                                 uint32_t sV) {
-  const TileIndex tile = launch.turn_order.key_block(launch.order, blockIdx.x);
+  const TileIndex tile = key_block_of<F>(launch, blockIdx.x);
   const Sequence sequence = flash::sequence(p, tile.batch);
   if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
       !rows_are_possible(p.rows_k, sequence.k, tile.batch, launch.max_rows_k))

@@ -14,8 +14,8 @@ struct TileSteps {
   TileSteps() = default;
   __device__ __forceinline__ TileSteps(const BlockTiles& tiles, int64_t batch, int64_t head, int tile) {
     if (tiles.steps == nullptr) return;
-    const int64_t row = (batch * tiles.batch_planes + head * tiles.head_planes) * tiles.own_tiles + tile;
-    steps = tiles.steps + row * (tiles.other_tiles + 1);
+    const int plane = static_cast<int>(batch) * tiles.batch_planes + static_cast<int>(head) * tiles.head_planes;
+    steps = tiles.steps + (int64_t{plane} * tiles.own_tiles + tile) * tiles.row_steps();
   }
 
   __device__ __forceinline__ int distance(int n) const {

@@ -131,6 +131,7 @@ inline unsigned __funnelshift_lc(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((((std::uint64_t{high} << 32) | low) << (shift < 32 ? shift : 32)) >> 32);
 }
 inline int __ffs(int x) { return x == 0 ? 0 : std::countr_zero(static_cast<unsigned>(x)) + 1; }
+inline int __popc(unsigned x) { return std::popcount(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 using std::max;
