@@ -52,22 +52,23 @@ __device__ __forceinline__ bool start_key_block(const BwdParams& p, const BwdLau
   return true;
 }
 
-// dK and dV, by way of K's and V's places.
+// dK and dV, by way of K's and V's places: warps that share keys write their rows, which no others want.
 template <class F>
 __device__ __forceinline__ void store_gradients(const BwdParams& p, const BwdLaunch& launch, const BwdWork& work,
                                                 float (&rdK)[F::kM][F::kO][4], float (&rdV)[F::kM][F::kO][4],
-                                                uint32_t sK, uint32_t sV) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+                                                uint32_t sK, uint32_t sV, const auto& sync_key_warps) {
+  const uint32_t thread = ptx::opaque(threadIdx.x);  // the loop has no registers for what follows from it
+  const int warp = static_cast<int>(thread / 32), lane = static_cast<int>(thread % 32);
   const int warp_key = warp / F::kSplits * F::kWarpKeys, split = warp % F::kSplits;
   const auto scale = [&](float (&r)[F::kM][F::kO][4], float factor) {
 #pragma unroll
     for (int i = 0; i < F::kM * F::kO * 4; ++i) r[i / (F::kO * 4)][i / 4 % F::kO][i % 4] *= factor;
   };
   scale(rdK, launch.scale);
-  scale(rdV, launch.keep_scale);
+  if constexpr (F::kDropout) scale(rdV, launch.keep_scale);
   stage_output<F::kKey.dtype, F::kKeys, F::kHeadDim, F::kPeriod, F::kSplits>(sK, rdK, warp_key, lane, 2 * split);
   stage_output<F::kKey.dtype, F::kKeys, F::kHeadDim, F::kPeriod, F::kSplits>(sV, rdV, warp_key, lane, 2 * split);
-  __syncthreads();
+  sync_key_warps();
   const auto store = [&](uint32_t tile, const Operand& x, int64_t dim, bool vectorised) {
     if (x.data == nullptr) return;
     constexpr int kRowsOfWarp = F::kKeys / F::kWarps;
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
 
   F::CopyKV::wait();  // of a CTA that had no row block
   __syncthreads();
-  store_gradients<F>(p, launch, work, rdK, rdV, sK, sV);
+  store_gradients<F>(p, launch, work, rdK, rdV, sK, sV, sync_key_warps);
 }
 
 // dQ = scale · dq_sum, one CTA a row block. Four lanes of the main kernel that share a row hold 8 columns, two each: a
