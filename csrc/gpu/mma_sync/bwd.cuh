@@ -31,24 +31,34 @@ __device__ __forceinline__ TileIndex key_block_of(const BwdLaunch& launch, uint3
   return tile;
 }
 
-// Finds the key block of this CTA and asks for its K and V. False: there is none.
+// Finds the key block of this CTA and its first row block, and asks for both. False: there is no such key block.
 template <class F>
-__device__ __forceinline__ bool start_key_block(const BwdParams& p, const BwdLaunch& launch, BwdWork& work, uint32_t sK,
+__device__ __forceinline__ bool start_key_block(const BwdParams& p, const BwdLaunch& launch, BwdWork& work,
+                                                RowBlockIndex& block, const RowStream<F>& stream, uint32_t sK,
                                                 uint32_t sV) {
   const TileIndex tile = key_block_of<F>(launch, blockIdx.x);
   const Sequence sequence = flash::sequence(p, tile.batch);
   if (!rows_are_possible(p.rows_q, sequence.q, tile.batch, launch.max_rows_q) ||
       !rows_are_possible(p.rows_k, sequence.k, tile.batch, launch.max_rows_k))
     return false;  // the outputs of the forward are NaN already
-  const BwdWork mine = make_bwd_work<F>(p, launch, tile, sequence);
+  BwdWork mine = make_bwd_work<F>(p, launch, tile, sequence);
   if (mine.n * F::kKeys >= mine.keys) return false;
+  // Everybody has made it, so that nobody waits for `work` before the copies.
+  const RowStream<F> my_stream(stream, mine);
+  const uint32_t step = my_stream.first_step(mine.first_head);  // used behind the copies of K and V
   const auto copy = [&](uint32_t target, const Operand& x, int64_t dim, bool vectorised) {
     const HeadRows rows{first_row_of(x, sequence.k, tile.head), x.row_stride, static_cast<int>(dim), vectorised};
     typename F::CopyKV(target, rows, mine.n * F::kKeys, mine.seen_begin, mine.seen_end).copy_all();
   };
   copy(sK, p.k, p.dim, launch.vectorised_qk);
   copy(sV, p.v, p.dim_v, launch.vectorised_v);
-  if (threadIdx.x == 0) work = mine;
+  block = my_stream.first(mine.first_head, step);
+  mine.steps = my_stream.steps_of(block.head);
+  my_stream.copy(block, 0);
+  if (threadIdx.x == 0) {
+    work = mine;
+    stream.make_dropout_stream(block);
+  }
   return true;
 }
 
@@ -94,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const uint32_t sK = ptx::shared_address(shared), sV = sK + F::kBytesKV;
   const uint32_t sQ = sV + F::kBytesKV;  // [stage][Q, dO]
   const uint32_t sP = sQ + 2 * F::kStages * F::kBytesQ, sdS = sP + F::kBytesScore;
-  const uint32_t sNumbers = sdS + F::kBytesScore;  // [stage] QueryTable
+  const uint32_t sNumbers = sdS + F::kBytesScore;  // [stage] QueryTable, and steps of a block mask
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int key_warp = warp / F::kSplits, split = warp % F::kSplits;
   const int warp_key = key_warp * F::kWarpKeys, warp_row = split * F::kWarpRows;
@@ -107,10 +117,11 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const SplitBarrier<kKey.arch> last_block_over{barriers + 16};  // nobody reads anything of the last one any more
   const auto sync_key_warps = [&] { ptx::barrier_sync(1 + key_warp, 32 * F::kSplits); };
 
-  if (!start_key_block<F>(p, launch, work, sK, sV)) return;
+  const RowStream<F> stream(p, launch, work, sQ, sNumbers);
+  RowBlockIndex block;
+  if (!start_key_block<F>(p, launch, work, block, stream, sK, sV)) return;
   if (threadIdx.x == 0)
     for (const auto& barrier : {ds_there, rows_there, last_block_over}) barrier.init(F::kWarps);
-  __syncthreads();  // `work` is there
 
   // Where this lane reads and writes, kept: made anew for each row block it is 100 instructions. What serves fewer of
   // them is made anew where there are no registers for it.
@@ -119,14 +130,11 @@ __global__ void __launch_bounds__(kThreads, kCtas)
   const auto b_rows =
       (F::kDealt ? F::ReaderQ::dealt_rows_first(sQ, lane, split) : F::ReaderQ::rows_first(sQ, lane, 0, split)).kept();
   const Places<F> kept_places = Places<F>(sP, sdS, sK, threadIdx.x).kept();
-  RowStream<F> stream(p, launch, work, sQ, sNumbers);
 
   float rdK[F::kM][F::kO][4] = {}, rdV[F::kM][F::kO][4] = {};
-  RowBlockIndex block = stream.first();
   int stage = 0, parity = 0;
-  stream.copy(block, 0);
   F::CopyQ::wait();
-  __syncthreads();
+  __syncthreads();  // everybody's copies, and `work`
 
   // ---- Row blocks of all heads of the group ----
 #pragma unroll 1
@@ -159,9 +167,12 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     };
     const Zeros zeros;
     float rS[F::kM][F::kN][4];
-    score(rS, zeros, 0, 0, 0, [](int) {});
+    uint32_t steps = 0;  // loaded among the last products
+    score(rS, zeros, 0, 0, 0, [&](int step) {
+      if (step == F::kDepth * F::kN / 2 - 2) steps = stream.load_steps(stage);
+    });
     last_block_over.wait(parity ^ 1);
-    const RowBlockIndex next = stream.after(block);
+    const RowBlockIndex next = stream.after(block, steps);
     if constexpr (F::kStages == 2) stream.copy(next, next_stage);
 
     // P = exp2(S · c - shift), beside dPᵀ = V dOᵀ, from -delta on; dS = P · (dP - delta)
@@ -279,7 +290,6 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     block = next, stage = next_stage, parity ^= 1;
   }
 
-  F::CopyKV::wait();  // of a CTA that had no row block
   __syncthreads();
   store_gradients<F>(p, launch, work, rdK, rdV, sK, sV, sync_key_warps);
 }

@@ -24,54 +24,65 @@ struct RowStream {
   const BwdLaunch& launch;
   BwdWork& work;
   uint32_t target;   // this thread's first place in stage 0 of Q
-  uint32_t numbers;  // stage 0 of QueryTable
+  uint32_t numbers;  // [stage] QueryTable; behind them, [stage] a pair of TileSteps
 
   __device__ __forceinline__ RowStream(const BwdParams& params, const BwdLaunch& of_call, BwdWork& of_cta, uint32_t sQ,
                                        uint32_t sNumbers)
       : p(params), launch(of_call), work(of_cta), target(ptx::opaque(F::CopyQ::first_target(sQ))), numbers(sNumbers) {}
+  // The same for a thread that has the work in registers.
+  __device__ __forceinline__ RowStream(const RowStream& other, BwdWork& own)
+      : p(other.p), launch(other.launch), work(own), target(other.target), numbers(other.numbers) {}
 
   __device__ __forceinline__ typename F::Table table(int stage) const {
     return {numbers + stage * F::Table::kFloats * 4};
   }
+  // With the step that leads on from the row block.
+  __device__ __forceinline__ uint32_t step_pair(int stage) const {
+    return numbers + (F::kStages * F::Table::kFloats + stage) * 4;
+  }
+  // Whether row blocks are left out.
+  __device__ __forceinline__ bool skips() const { return F::kTile.takes_blocks && launch.tiles.steps != nullptr; }
+  __device__ __forceinline__ TileSteps steps_of(int head) const {
+    return TileSteps(launch.tiles, work.batch, head, work.n);
+  }
 
-  __device__ __forceinline__ RowBlockIndex first() {
-    RowBlockIndex block{work.first_head, work.m_begin < work.m_end ? work.m_begin : -1, 0};
-    if (block.given()) {
-      if (F::kTile.takes_blocks && launch.tiles.steps != nullptr) block = visited(block);
-      enter(block);
-    }
-    return block;
+  // From the first row block of `head` to the first that is visited.
+  __device__ __forceinline__ uint32_t first_step(int head) const {
+    return skips() ? steps_of(head).steps[work.m_begin] : 0;
   }
-  __device__ __forceinline__ RowBlockIndex after(const RowBlockIndex& block) {
-    RowBlockIndex next{block.head, block.m + 1, block.tile + 1};
-    if (F::kTile.takes_blocks && launch.tiles.steps != nullptr) {
-      next = visited(next);
-      enter(next);
-    } else if (next.m == work.m_end) {
-      next.m = ++next.head == work.end_head ? -1 : work.m_begin;
-      enter(next);
-    }
-    return next;
-  }
-  // The row block, or the first after it that a block mask visits.
-  __device__ __forceinline__ RowBlockIndex visited(RowBlockIndex block) {
-    for (;; block.m = work.m_begin) {
-      block.m = TileSteps(launch.tiles, work.batch, block.head, work.n).from(block.m);
-      if (block.m < work.m_end) return block;
-      if (++block.head == work.end_head) return {block.head, -1, 0};
+  // The first row block of `head`, or if it has none, of the heads after it.
+  __device__ __forceinline__ RowBlockIndex first(int head, uint32_t step) const {
+    for (;;) {
+      const int m = work.m_begin + TileSteps::distance_of(step);
+      if (m < work.m_end) return {head, m, static_cast<int>(head * launch.all_tiles + work.first_tile) + m};
+      if (++head == work.end_head) return {head, -1, 0};
+      step = first_step(head);
     }
   }
-  // What a block has that is not simply the next. Others may still read the stream of the head before.
-  __device__ __forceinline__ void enter(RowBlockIndex& block) {
-    if (!block.given()) return;
-    block.tile = static_cast<int>(block.head * launch.all_tiles + work.first_tile) + block.m;
+  // What after() wants to know of the row block in `stage`.
+  __device__ __forceinline__ uint32_t load_steps(int stage) const {
+    return skips() ? ptx::load_shared_4(step_pair(stage)) : 0;
+  }
+  __device__ __forceinline__ RowBlockIndex after(const RowBlockIndex& block, uint32_t steps) const {
+    const int step = 1 + TileSteps::distance_in_pair(steps, block.m + 1);
+    const RowBlockIndex next{block.head, block.m + step, block.tile + step};
+    if (next.m < work.m_end) return next;
+    const int head = block.head + 1;
+    if (head == work.end_head) return {head, -1, 0};
+    const RowBlockIndex of_next_head = first(head, first_step(head));
+    if (skips() && copies_steps(threadIdx.x)) work.steps = steps_of(of_next_head.head);
+    if (threadIdx.x == 0) make_dropout_stream(of_next_head);
+    return of_next_head;
+  }
+  // Of a block's head. Others may still read that of the head before.
+  __device__ __forceinline__ void make_dropout_stream(const RowBlockIndex& block) const {
     if constexpr (F::kDropout)
-      if (threadIdx.x == 0 && p.dropout.given())
+      if (block.given() && p.dropout.given())
         work.streams[(block.head - work.first_head) % 2] =
             dropout_stream(p.dropout.seed, work.sequence.index, block.head);
   }
 
-  // Q, dO and the numbers of a block.
+  // Q, dO and the numbers of a block, and the step that leads on from it: a row block ahead, so that nobody waits for it.
   __device__ __forceinline__ void copy(const RowBlockIndex& block, int stage) const {
     if (!block.given()) return;
     const uint32_t thread = ptx::opaque(threadIdx.x);  // what follows from it is not to be kept
@@ -88,7 +99,10 @@ struct RowStream {
     for (int first = 0; first < F::Table::kFloats / 4; first += F::kThreads)
       if (const int i = first + static_cast<int>(thread); i < F::Table::kFloats / 4)
         copy_16<F::kKey.arch>(table(stage).shared + 16 * i, from + 4 * i);
+    if (skips() && copies_steps(thread)) copy_4<F::kKey.arch>(step_pair(stage), work.steps.pair_of(block.m + 1));
   }
+  // One of those that copy fewest numbers.
+  static __device__ __forceinline__ bool copies_steps(uint32_t thread) { return thread == F::kThreads - 1; }
 };
 
 // A row of Q or dO that sees nothing contributes nothing, but a zero weight does not keep its NaN away.

@@ -7,6 +7,7 @@
 #include "gpu/families.h"
 #include "gpu/mma_sync/tiles.h"
 #include "gpu/passes/backward_rows.cuh"
+#include "gpu/tile/block_tiles.cuh"
 #include "gpu/tile/copy_tile.cuh"
 #include "gpu/tile/gradient.cuh"
 #include "gpu/tile/panels.cuh"
@@ -66,6 +67,7 @@ struct BwdWork {
   int m_begin, m_end;            // row blocks that see one of the keys
   int m_full_begin, m_full_end;  // those in which every row sees all of them
   int seen_begin, seen_end;
+  TileSteps steps;           // of the head at hand, for the thread that copies them
   DropoutStream streams[2];  // of even and of odd heads of the group
 };
 

@@ -85,7 +85,8 @@ struct BwdTile {
   constexpr int score_bytes() const { return rows * keys * 2; }  // of P or dS
   constexpr int table_floats() const { return 4 * rows + 4; }    // QueryTable
   constexpr int shared_bytes(int head_dim) const {
-    return 2 * kv_bytes(head_dim) + 2 * stages * q_bytes(head_dim) + 2 * score_bytes() + stages * table_floats() * 4;
+    return 2 * kv_bytes(head_dim) + 2 * stages * q_bytes(head_dim) + 2 * score_bytes() +
+           stages * (table_floats() + 1) * 4;  // and a pair of steps
   }
 };
 

@@ -19,6 +19,11 @@ __device__ __forceinline__ void cp_async_16(uint32_t shared, const void* global,
       : "memory");
 }
 
+// shared[0 .. 4) = global[0 .. 4), both aligned. sm_80.
+__device__ __forceinline__ void cp_async_4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 // Until all copies of this thread are there.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

@@ -18,13 +18,19 @@ struct TileSteps {
     steps = tiles.steps + (int64_t{plane} * tiles.own_tiles + tile) * tiles.row_steps();
   }
 
-  __device__ __forceinline__ int distance(int n) const {
-    return steps == nullptr ? 0 : steps[n] & ~BlockTiles::kNotFull;
-  }
+  __device__ __forceinline__ int distance(int n) const { return steps == nullptr ? 0 : distance_of(steps[n]); }
+  // Of tiles of keys: from tile n to the first visited one from there on, or behind the last tile.
+  static __device__ __forceinline__ int distance_of(uint32_t step) { return step & (BlockTiles::kNotFull - 1); }
   // Of tiles of rows: the last visited tile before tile n; -1 if there is none.
   __device__ __forceinline__ int before(int n) const { return n - 1 - distance(n); }
-  // Of tiles of keys: the first visited tile from n on; the number of tiles if there is none.
-  __device__ __forceinline__ int from(int n) const { return n + distance(n); }
+
+  // A step and its neighbour: no copy to shared memory is smaller.
+  __device__ __forceinline__ const uint32_t* pair_of(int n) const {
+    return reinterpret_cast<const uint32_t*>(steps) + static_cast<uint32_t>(n) / 2;
+  }
+  static __device__ __forceinline__ int distance_in_pair(uint32_t pair, int n) {
+    return distance_of(pair >> ((n & 1) * 16));
+  }
 
   __device__ __forceinline__ bool is_full(int n) const {
     return steps == nullptr || (steps[n] & BlockTiles::kNotFull) == 0;

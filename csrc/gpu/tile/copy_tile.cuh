@@ -16,6 +16,14 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global) {
     ptx::store_shared_16(shared, *static_cast<const uint4*>(global));
 }
 
+template <Arch kArch>
+__device__ __forceinline__ void copy_4(uint32_t shared, const void* global) {
+  if constexpr (kArch >= Arch::sm80)
+    ptx::cp_async_4(shared, global);
+  else
+    ptx::store_shared_4(shared, *static_cast<const uint32_t*>(global));
+}
+
 // One head of an operand: row i of the sequence is at data + i · row_stride.
 struct HeadRows {
   const uint16_t* data;  // 16-bit elements of either type

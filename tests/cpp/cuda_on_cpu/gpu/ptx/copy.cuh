@@ -32,6 +32,7 @@ inline void cp_async_16(uint32_t address, const void* global, bool given) {
   else
     std::memset(at(address), 0, 16);
 }
+inline void cp_async_4(uint32_t address, const void* global) { std::memcpy(at(address), global, 4); }
 inline void cp_async_wait_all() {}
 
 }  // namespace flash::ptx
