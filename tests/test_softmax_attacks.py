@@ -164,7 +164,7 @@ def test_what_is_no_number_in_a_key_reaches_who_sees_it(target: Target, dtype: t
 @everywhere
 @pytest.mark.parametrize("options", ({}, {"softcap": 20.0}), ids=("plain", "softcap"))
 def test_a_row_does_not_depend_on_its_neighbours(target: Target, dtype: torch.dtype, options: dict):
-    """Rows that make others wait for a repair of their reference, or whose softcap is not near 1, do not change a bit of
+    """Rows that make others wait for a repair of their reference, or whose logits reach the softcap, change no bit of
     theirs."""
     q, k, v = inputs(dtype)
     clean = attend(target, q, k, v, **options)
