@@ -238,7 +238,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
     if constexpr (F::kModified) {
       scale_and_modify(rS, place(), launch.scale, launch.softcap, slope, work.visibility.diagonal, first_key);
       if (p.dropout.given()) {
-        dropout.query_group = ptx::opaque(dropout.query_group);  // what follows from it is not kept: registers are scarce
+        // What follows from it is not kept: registers are scarce.
+        dropout.query_group = ptx::opaque(dropout.query_group);
         dropout.draw(work.dropout, first_key);
       }
     }

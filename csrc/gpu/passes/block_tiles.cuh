@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kBlockTileThreads)
 
 // Puts own tiles in order, by what they visit in all planes of the heads that share keys: a warp finds the place of one.
 // Of such planes the first gets it.
-inline __global__ void __launch_bounds__(kBlockTileThreads)
+static __global__ void __launch_bounds__(kBlockTileThreads)
     block_order_kernel(const __grid_constant__ BlockTiles tiles, int shared_planes) {
   const int64_t index = (int64_t{blockIdx.x} * kBlockTileThreads + threadIdx.x) / 32;
   const int64_t plane = index / tiles.own_tiles;

@@ -26,7 +26,10 @@ __device__ __forceinline__ uint32_t opaque(uint32_t x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-__device__ __forceinline__ float opaque(float x) { return __uint_as_float(opaque(__float_as_uint(x))); }
+__device__ __forceinline__ float opaque_number(float x) {
+  asm volatile("" : "+f"(x));
+  return x;
+}
 
 // What is in memory is read anew behind this, also what has just been written: registers are free for something else.
 __device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }

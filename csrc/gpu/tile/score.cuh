@@ -105,7 +105,7 @@ __device__ __forceinline__ void cap(float (&rS)[kM][kN][4], const SoftcapTerms& 
     } else {
 #pragma unroll
       for (int i = chunk; i < chunk + kChunk; ++i) {
-        const float far = ptx::opaque(far_capped(element(i)));  // of all: a branch for each would take longer
+        const float far = ptx::opaque_number(far_capped(element(i)));  // of all: a branch for each would take longer
         element(i) = fabsf(element(i)) < terms.nearest_far ? near_capped(element(i)) : far;
       }
     }
