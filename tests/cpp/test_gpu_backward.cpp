@@ -239,7 +239,15 @@ static void test(const char* name, const Shape& shape, const Options& options = 
     run(static_cast<unsigned>(shape.heads), kRowThreads,
         [&] { sink_kernel<typename F::Table>(p, launch.numbers, launch.m_blocks, launch.all_tiles); });
   run(launch.blocks, F::kThreads, [&] {
-    mma_sync::bwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, 1>(p, launch);
+    const auto of_masks = [&]<mma_sync::Masks kMasks>() {
+      mma_sync::bwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, kMasks, F::kThreads, 1>(p,
+                                                                                                              launch);
+    };
+    if constexpr (mma_sync::has_kernel_of_masks(kKey, kTile))
+      launch.tiles.steps == nullptr ? of_masks.template operator()<mma_sync::Masks::none>()
+                                    : of_masks.template operator()<mma_sync::Masks::given>();
+    else
+      of_masks.template operator()<mma_sync::Masks::any>();
   });
   run(static_cast<unsigned>(launch.m_blocks) * blocks, F::kThreads,
       [&] { mma_sync::dq_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads>(p, launch); });

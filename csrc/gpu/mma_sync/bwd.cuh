@@ -23,7 +23,7 @@ template <class F>
 __device__ __forceinline__ TileIndex key_block_of(const BwdLaunch& launch, uint32_t index) {
   TileIndex tile = launch.turn_order.key_block(launch.order, index);
   const BlockTiles& tiles = launch.tiles;
-  if (F::kTile.takes_blocks && tiles.steps != nullptr) {
+  if (F::skips(tiles)) {
     const int head = static_cast<int>(tile.head) * static_cast<int>(launch.group);
     const int plane = static_cast<int>(tile.batch) * tiles.batch_planes + head * tiles.head_planes;
     tile.m_block = tiles.order[int64_t{plane} * tiles.own_tiles + tile.m_block];
@@ -53,7 +53,7 @@ __device__ __forceinline__ bool start_key_block(const BwdParams& p, const BwdLau
   copy(sK, p.k, p.dim, launch.vectorised_qk);
   copy(sV, p.v, p.dim_v, launch.vectorised_v);
   block = my_stream.first(mine.first_head, step);
-  mine.steps = my_stream.steps_of(block.head);
+  if (my_stream.skips()) mine.steps = my_stream.steps_of(block.head);
   my_stream.copy(block, 0);
   if (threadIdx.x == 0) {
     work = mine;
@@ -92,10 +92,10 @@ __device__ __forceinline__ void store_gradients(const BwdParams& p, const BwdLau
   store(sV, p.dv, p.dim_v, launch.vectorised_dv);
 }
 
-template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, int kThreads, int kCtas>
+template <Arch kArch, DataType kType, int kHeadDim, Variant kVariant, int kTile, Masks kMasks, int kThreads, int kCtas>
 __global__ void __launch_bounds__(kThreads, kCtas)
     bwd_kernel(const __grid_constant__ BwdParams p, const __grid_constant__ BwdLaunch launch) {
-  using F = Bwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile>;
+  using F = Bwd<KernelKey{kArch, kType, kHeadDim, kVariant}, kTile, kMasks>;
   constexpr KernelKey kKey = F::kKey;
   extern __shared__ __align__(128) uint8_t shared[];
   static __shared__ __align__(16) uint8_t work_bytes[sizeof(BwdWork)];
@@ -353,7 +353,28 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Whether a tile has one kernel for launches with a block mask and one for those without: the tiles that are chosen by
+// themselves have, but for options that take longer than a step.
+constexpr bool has_kernel_of_masks(KernelKey key, int tile) {
+  return tile == 0 && key.variant != Variant::biased && bwd_tiles(key)[tile].takes_blocks;
+}
+
 #if defined(__CUDACC__)  // not where kernels are compiled for the CPU, for tests
+
+template <KernelKey kKey, int kTile, Masks kMasks>
+cudaError_t launch_main(const BwdParams& params, const BwdLaunch& launch, cudaStream_t stream) {
+  using F = Bwd<kKey, kTile>;
+  constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim);
+  const auto kernel =
+      bwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, kMasks, F::kThreads, F::kTile.ctas>;
+  static_assert(sizeof(BwdWork) + 3 * 8 <= kStaticShared);
+  static std::atomic<uint64_t> allowed{0};
+  if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
+    return error;
+  make_block_tiles<true>(params, launch.tiles, F::kKeys, F::kRows, stream);
+  kernel<<<launch.blocks, F::kThreads, kSharedBytes, stream>>>(params, launch);
+  return cudaSuccess;
+}
 
 template <KernelKey kKey, int kTile>
 int launch_bwd_tile(const BwdParams& params, const BwdLaunch& launch, void* given_stream) {
@@ -371,15 +392,13 @@ int launch_bwd_tile(const BwdParams& params, const BwdLaunch& launch, void* give
     sink_kernel<typename F::Table><<<static_cast<uint32_t>(params.heads), kRowThreads, 0, stream>>>(
         params, launch.numbers, launch.m_blocks, launch.all_tiles);
   if (launch.blocks > 0) {
-    constexpr int kSharedBytes = F::kTile.shared_bytes(F::kHeadDim);
-    const auto kernel =
-        bwd_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads, F::kTile.ctas>;
-    static_assert(sizeof(BwdWork) + 3 * 8 <= kStaticShared);
-    static std::atomic<uint64_t> allowed{0};
-    if (const cudaError_t error = allow_shared(kernel, kSharedBytes, launch.device, allowed); error != cudaSuccess)
-      return error;
-    make_block_tiles<true>(params, launch.tiles, F::kKeys, F::kRows, stream);
-    kernel<<<launch.blocks, F::kThreads, kSharedBytes, stream>>>(params, launch);
+    cudaError_t error;
+    if constexpr (has_kernel_of_masks(kKey, kTile))
+      error = launch.tiles.steps == nullptr ? launch_main<kKey, kTile, Masks::none>(params, launch, stream)
+                                            : launch_main<kKey, kTile, Masks::given>(params, launch, stream);
+    else
+      error = launch_main<kKey, kTile, Masks::any>(params, launch, stream);
+    if (error != cudaSuccess) return error;
   }
   if (launch.dq_sum != nullptr && launch.m_blocks > 0 && blocks > 0)
     dq_kernel<kKey.arch, kKey.dtype, kKey.head_dim, kKey.variant, kTile, F::kThreads>

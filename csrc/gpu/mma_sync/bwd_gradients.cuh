@@ -22,9 +22,8 @@ __device__ __forceinline__ GradientDropout<F::kM, F::kN> draw_dropout(const Grad
   if constexpr (F::kDropout) {
     if (p.dropout.given())
       // A block mask may leave heads out, and then two of them share a place.
-      dropout.draw(F::kTile.takes_blocks && launch.tiles.steps != nullptr
-                       ? dropout_stream(p.dropout.seed, work.sequence.index, tile.head)
-                       : work.streams[(tile.head - work.first_head) % 2],
+      dropout.draw(F::skips(launch.tiles) ? dropout_stream(p.dropout.seed, work.sequence.index, tile.head)
+                                          : work.streams[(tile.head - work.first_head) % 2],
                    tile.place, launch.threshold);
     else
       dropout.keep_all();
@@ -192,8 +191,8 @@ __device__ __forceinline__ void apply_options(float (&rS)[F::kM][F::kN][4], floa
                                             softcap_of<float>(p.score),
                                             alibi_slope<float>(p.score, work.batch, tile.head),
                                             work.visibility.diagonal};
-  const bool hides_blocks = F::kTile.takes_blocks && launch.tiles.steps != nullptr &&
-                            !TileSteps(launch.tiles, work.batch, tile.head, work.n).is_full(place.query / F::kRows);
+  const bool hides_blocks =
+      F::skips(launch.tiles) && !TileSteps(launch.tiles, work.batch, tile.head, work.n).is_full(place.query / F::kRows);
   const auto block_sees = [&](int query, int key) {
     const Sequence& s = work.sequence;
     return MaskRow(p.block_mask, launch.tiles, s.index, tile.head, s.q.leftpad + query)

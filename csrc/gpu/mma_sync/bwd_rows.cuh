@@ -41,7 +41,7 @@ struct RowStream {
     return numbers + (F::kStages * F::Table::kFloats + stage) * 4;
   }
   // Whether row blocks are left out.
-  __device__ __forceinline__ bool skips() const { return F::kTile.takes_blocks && launch.tiles.steps != nullptr; }
+  __device__ __forceinline__ bool skips() const { return F::skips(launch.tiles); }
   __device__ __forceinline__ TileSteps steps_of(int head) const {
     return TileSteps(launch.tiles, work.batch, head, work.n);
   }
