@@ -5,7 +5,7 @@ bursts of some milliseconds in random order with idle gaps, CUDA events, medians
 
 bf16, 16k tokens in all, heads · dim = 2048. FLOPs are counted as 4 · batch · heads · seqlen² · dim, half for causal,
 for everyone. FlashAttention-3 is a module `fa3` with `fwd(q, k, v, causal=)` on the path. Then what options cost, ours
-alone.
+alone, and what is left without pauses, as a fraction of what a product of matrices reaches.
 
 --tiles: every tile of csrc/gpu/wgmma/tiles.h for plain calls, after a look at its values. Nothing is written.
 """
@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-from bench_gpu_forward import SEQLENS, TOKENS, WIDTH, clock_mhz, compare, inputs, plot_lines
+from bench_gpu_forward import SEQLENS, TOKENS, WIDTH, burst, clock_mhz, compare, inputs, plot_lines
 from harness import RESULTS, begin_on_gpu, gpu_parser, header, table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -174,6 +174,36 @@ def option_rows(rounds: int) -> list[list[object]]:
     return rows
 
 
+def sustained(call: Call, seconds: float) -> float:
+    """Seconds a call, in the second half of so many seconds without a pause: what is left when the chip is warm."""
+    count = max(4, int(seconds / burst(call, 3)))
+    burst(call, count // 2)
+    return burst(call, count // 2)
+
+
+def matmul_rows(seconds: float) -> list[list[object]]:
+    """(what, TFLOP/s in bursts, sustained, and as fractions of a product of 8192³) of bf16 calls."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    calls: dict[str, tuple[Call, float]] = {"product of 8192³": (lambda: a @ b, 2 * 8192.0**3)}
+    for dim in (64, 128, 256):
+        q, k, v = inputs(1, TOKENS, WIDTH // dim, dim)
+        flops = 4.0 * TOKENS**2 * WIDTH
+        calls[f"ours, dim {dim}, 16k"] = (
+            lambda q=q, k=k, v=v: flash_attn_func(q, k, v, backend="wgmma"),
+            flops,
+        )
+    in_bursts = compare({name: call for name, (call, _) in calls.items()}, 2e-3, 3)
+    rows: list[list[object]] = []
+    for name, (call, flops) in calls.items():
+        rates = [flops / in_bursts[name] / 1e12, flops / sustained(call, seconds) / 1e12]
+        rows.append([name, *rates, clock_mhz()])
+    of_matmul = rows[0][1:3]
+    return [
+        [name, *(f"{x:.0f}" for x in rates), *(f"{x / y:.2f}" for x, y in zip(rates, of_matmul, strict=True)), clock]
+        for name, *rates, clock in rows
+    ]
+
+
 def main() -> None:
     parser = gpu_parser(__doc__, 3, RESULTS / "hopper_forward.md")
     parser.add_argument("--tiles", action="store_true", help="every tile, at four lengths")
@@ -204,6 +234,10 @@ def main() -> None:
     text += "\nOptions (4k; packed: 8 sequences each of 512, 1k, 2k and 4k):\n\n"
     with torch.no_grad():
         text += table(["what", "dim", "causal", "measured", "wanted"], option_rows(given.rounds))
+    columns = ["bf16", "bursts", "sustained", "/ product", "/ product, sustained", "MHz after"]
+    text += "\nTFLOP/s without pauses, for 3 s each, beside a product of matrices:\n\n"
+    with torch.no_grad():
+        text += table(columns, matmul_rows(3.0))
     text += f"\n![TFLOP/s over sequence length]({given.out.stem}.png)\n"
     print(text)
     given.out.write_text(text)
