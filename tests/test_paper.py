@@ -141,6 +141,16 @@ def test_sweeps_go_on_without_what_is_missing(tmp_path: Path, monkeypatch: pytes
     assert len([note for note in found["notes"] if note.startswith("No ")]) == 4
 
 
+def test_a_sweep_that_measures_nothing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contenders, "unavailable", lambda name: f"the package {name} is not installed")
+    assert program.main(["fig3", "--lengths", "64", "--attentions", "reformer", *SMALL, "--out", str(tmp_path)]) == 1
+    said = "fig3: nothing could be measured: No reformer: the package reformer is not installed."
+    assert said in capsys.readouterr().err
+    assert "No reformer" in (tmp_path / "fig3.md").read_text()
+
+
 def test_a_failure_keeps_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> Tensor:
         raise RuntimeError("the card fell off the bus")
@@ -230,6 +240,7 @@ def test_nothing_outlives_a_program_that_is_killed(tmp_path: Path) -> None:
         (f"fig3 --lengths 64 {10**30}", f"--lengths 64 {10**30}: must be at most {2**31 - 1}"),
         (f"fig3 --device cpu --out {__file__}/folder", "/folder: cannot be written to: Not a directory"),
         (f"fig3 --out {__file__}", "is a file, must be a folder"),
+        ("fig3 --out=", "argument --out: must name a folder"),
         ("all --heads 2", "unrecognized arguments: --heads 2"),
         ("traffic --device cpu", "traffic: needs a GPU"),
     ],

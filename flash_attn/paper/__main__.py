@@ -33,7 +33,8 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0; 1 where a measurement failed; 2 for wrong arguments; 130 after Ctrl-C, 143 after SIGTERM."""
+    """Exit status: 0; 1 where a measurement failed or there is none; 2 for wrong arguments; 130 after Ctrl-C, 143 after
+    SIGTERM."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"flash_attn.paper needs {' and '.join(missing)}: pip install 'flash-attn[paper]'", file=sys.stderr)
@@ -65,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (RuntimeError, NotImplementedError) as error:
             status = 1
             report.note(f"Failed: {error}")
+        if not report.tables and not status:
+            status = 1
+            print(f"{o.command}: nothing could be measured: {' '.join(report.notes)}", file=sys.stderr)
         figure = command.plot(o, report) if report.tables else None
         print(report.finish(given[1:], command.sections(o, report) if report.tables else [], figure))
         print(f"\nwritten to {o.out}", flush=True)

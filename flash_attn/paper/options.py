@@ -88,6 +88,12 @@ def known(command: str) -> tuple[str, ...]:
     return tuple(CONTENDERS) if command == "fig3" else TRAFFIC
 
 
+def _folder(name: str) -> Path:
+    if not name:  # which Path takes for the current folder
+        raise argparse.ArgumentTypeError("must name a folder")
+    return Path(name)
+
+
 def parser() -> argparse.ArgumentParser:
     text = """Re-run the argument of the FlashAttention paper (arXiv 2205.14135): prediction and measurement.
 
@@ -100,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one"
         )
-        sub.add_argument("--out", type=Path, default=Path("runs/paper"), help="folder (default: runs/paper)")
+        sub.add_argument("--out", type=_folder, default=Path("runs/paper"), help="folder (default: runs/paper)")
         sub.add_argument("--seconds", type=float, help="of timing for each number")
         sub.add_argument("--seed", type=int, default=0, help="of random inputs")
         if name == "all":
