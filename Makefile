@@ -14,6 +14,10 @@ CXX_FILES = $(shell find csrc tests benchmarks -name '*.h' -o -name '*.cpp' -o -
 HAS_TORCH = import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 TORCH_HOME = import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))
+# What the extra dev names. Python 3.10 has no reader of TOML, but pip has.
+DEV_EXTRA = import importlib, sys; \
+    toml = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "pip._vendor.tomli"); \
+    print(*toml.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["dev"], sep="\n")
 
 .PHONY: help run paper test test-full test-gpu sanitize lint format build clean
 
@@ -80,24 +84,35 @@ clean:
 flash_attn/_C.so: $(VENV)/.made $(SOURCES)
 	$(PY) setup.py build_ext --inplace
 
-# The package itself, editable, with one of its extras: test, bench, paper, dev.
+# The package itself, editable, with one of its extras: test, bench, paper.
 $(VENV)/.with-%: pyproject.toml $(VENV)/.made flash_attn/_C.so
 	$(PY) -m pip install --quiet --no-build-isolation --editable ".[$*]"
 	@touch $@
 .PRECIOUS: $(VENV)/.with-%
 
+# dev: without the package, which is not looked into by running it: no torch, no compiler. Its programs belong into
+# $(VENV)/bin even where PYTHON has them already.
+$(VENV)/.with-dev: pyproject.toml | $(PY)
+	$(PY) -c '$(DEV_EXTRA)' >$@.txt
+	$(PY) -m pip install --quiet --ignore-installed --requirement $@.txt
+	@touch $@
+
 # A torch that is there already is used, not downloaded again: one of the system through --system-site-packages, one
 # of a virtual environment that PYTHON belongs to through a .pth file.
-$(VENV)/.made:
+$(PY):
 	@if $(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null; then \
 	    echo "$(VENV): with the torch of $(PYTHON)"; \
 	    $(PYTHON) -m venv --system-site-packages $(VENV) || exit 1; \
 	    $(PY) -c '$(HAS_TORCH)' 2>/dev/null || \
 	        $(PYTHON) -c '$(TORCH_HOME)' > "$$($(PY) -c '$(SITE)')/outer.pth"; \
 	else \
-	    echo "$(VENV): installing $(TORCH), which takes a while"; \
-	    $(PYTHON) -m venv $(VENV) && $(PY) -m pip install --quiet "$(TORCH)" || exit 1; \
+	    $(PYTHON) -m venv $(VENV); \
 	fi
+
+$(VENV)/.made: | $(PY)
+	@$(PY) -c '$(HAS_TORCH)' 2>/dev/null || { \
+	    echo "$(VENV): installing $(TORCH), which takes a while"; \
+	    $(PY) -m pip install --quiet "$(TORCH)"; }
 	$(PY) -c '$(HAS_TORCH)' || { echo "torch 2.10 or newer is needed"; exit 1; }
 	$(PY) -m pip install --quiet "setuptools>=77" ninja
 	@touch $@

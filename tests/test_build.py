@@ -355,6 +355,21 @@ def test_sdist_holds_what_a_build_needs_and_nothing_built(sdist: Path) -> None:
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc", "_build_info.json"))]
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
+def test_lint_needs_neither_torch_nor_a_build(tmp_path: Path) -> None:
+    """In an environment of its own: the tools that the extra dev names, and nothing else."""
+    variables = [f"VENV={tmp_path / 'venv'}", "TORCH=the-torch", f"PYTHON={sys.executable}"]
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}  # of a make that runs this
+    command = ["make", "--dry-run", "-C", str(ROOT), *variables]
+    lint, test = (
+        subprocess.check_output([*command, goal], env=environment, text=True, stderr=subprocess.STDOUT)
+        for goal in ("lint", "test")
+    )
+    assert "ruff check" in lint and "pytest" in test
+    for step in ("the-torch", "setup.py build_ext", "--editable"):
+        assert step in test and step not in lint
+
+
 @pytest.mark.full
 def test_wheel_from_sdist(sdist: Path, tmp_path: Path) -> None:
     with tarfile.open(sdist) as archive:
