@@ -72,6 +72,12 @@ def visibility(problem: Problem, region: Region) -> Tensor:
     return visible if problem.block_kinds is None else visible & block_visibility(problem, region)
 
 
+def seen(bias: Tensor | None, problem: Problem, region: Region) -> Tensor:
+    """The same, and a bias of -inf hides its key, too."""
+    visible = visibility(problem, region)
+    return visible if bias is None else visible & (select(bias, region) != -math.inf)
+
+
 def block_visibility(problem: Problem, region: Region) -> Tensor:
     """What the block mask lets each query of a region see: bool (batch | 1, heads | 1, rows, columns)."""
 
@@ -133,7 +139,7 @@ def sum_head_groups(x: Tensor, heads_k: int) -> Tensor:
 
 
 def fill(x: Tensor, real: Tensor | None) -> Tensor:
-    """Zeros in the rows that are not real: they may hold NaN, and 0 * NaN is NaN."""
+    """Zeros in the rows that do not count, padding or what sees nothing: they may hold NaN, and 0 * NaN is NaN."""
     return x if real is None else torch.where(real, x, 0.0)
 
 
@@ -162,9 +168,11 @@ def standard_forward(
     Returns: out, lse as `forward`. Rows that see nothing: out 0, lse -inf (the sink if there is one), zero gradients.
     """
     heads, dtype, accurate = q.shape[2], q.dtype, compute_dtype(q.dtype)
-    region, real_q, real_k = whole_region(q.shape[1], k.shape[1], problem, q.device)
+    region, real_q, _ = whole_region(q.shape[1], k.shape[1], problem, q.device)
     q, k, v = (x.transpose(1, 2).to(accurate if upcast else dtype) for x in (q, k, v))
-    q, k, v = fill(q, real_q), repeat_heads(fill(k, real_k), heads), repeat_heads(fill(v, real_k), heads)
+    pairs = seen(bias, problem, region)
+    q = fill(q, pairs.any(-1, keepdim=True))
+    k, v = (fill(repeat_heads(x, heads), pairs.any(-2).unsqueeze(-1)) for x in (k, v))
     s = logits(matmul(q, k.transpose(2, 3)).to(accurate), bias, problem, region)
     keep = whole_keep(problem, region, s.shape)
     out, lse = softmax_times_values(s, v, sink, keep, problem.dropout_p, real_q)
@@ -206,10 +214,7 @@ def attend_rows(
     """
     heads, j = q.shape[1], slice(0, span.seqlen_k)
     region = tile_region(span, i, j, q.device)
-    seen = visibility(problem, region)
-    if bias is not None:
-        seen = seen & (select(bias, region) != -math.inf)
-    q = torch.where(seen.any(-1, keepdim=True), q, 0.0)  # a row that sees nothing: zero weights times its NaN are NaN
+    q = fill(q, seen(bias, problem, region).any(-1, keepdim=True))
     products = matmul(q, repeat_heads(k, heads).transpose(2, 3))
     s = logits(products, bias, problem, region)
     keep = keep_mask(problem.dropout_seed, problem.dropout_p, span.batch, slice(0, heads), i, j)

@@ -5,14 +5,27 @@ from __future__ import annotations
 
 import math
 
+import cases
 import pytest
 import torch
 
 import flash_attn
-from flash_attn import flash_attn_func
+from flash_attn import flash_attn_func, standard_attention
 
 ROWS, KEYS, EMPTY = 40, 8, slice(0, 32)  # the first 32 rows see nothing
 HIDDEN = ("causal", "window", "mask", "bias", "block_mask")
+STANDARD = cases.Target("cpu", "standard_attention")
+
+
+@pytest.fixture(params=[pytest.param(t, marks=cases.marks(t), id=str(t)) for t in (*cases.TARGETS, STANDARD)])
+def target(request: pytest.FixtureRequest) -> cases.Target:
+    return request.param
+
+
+def attention(target: cases.Target, *tensors: torch.Tensor, **options):
+    if target == STANDARD:
+        return standard_attention(*tensors, **options)
+    return flash_attn_func(*tensors, backend=target.backend, **options)
 
 
 def hide(how: str, dtype: torch.dtype, device: str) -> dict:
@@ -47,9 +60,7 @@ def attend(target, options: dict, dtype: torch.dtype, sink: bool, poison: dict[s
     if "bias" in options:
         leaves["bias"] = options["bias"] = options["bias"].detach().requires_grad_()
     q, k, v = (leaves[name] for name in "qkv")
-    out, lse = flash_attn_func(
-        q, k, v, learnable_sink=leaves.get("sink"), return_lse=True, backend=target.backend, **options
-    )
+    out, lse = attention(target, q, k, v, learnable_sink=leaves.get("sink"), return_lse=True, **options)
     dlse = torch.linspace(-1, 1, lse.numel(), device=lse.device, dtype=lse.dtype).view(lse.shape)
     grads = torch.autograd.grad((out, lse), list(leaves.values()), (dout, dlse))
     return {"out": out, "lse": lse, **{f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}}
@@ -116,7 +127,7 @@ def test_nan_in_a_key_that_every_row_hides(target, how, rows, dtype):
     for hidden in (0.0, math.nan, math.inf):
         k[:, 0] = hidden
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        out = flash_attn_func(*leaves, backend=target.backend, **options)
+        out = attention(target, *leaves, **options)
         grads.append(torch.autograd.grad(out, leaves, dout)[1:])
     for other in grads[1:]:
         assert all((x[:, 0] == 0).all() for x in other)
@@ -132,7 +143,7 @@ def test_second_derivatives_of_rows_that_see_nothing(target, name, sink):
     {"q": q, "k": k}[name][:, 0] = math.nan
     leaves = [x.requires_grad_() for x in (q, k, v, dout)]
     options = {"learnable_sink": torch.zeros(1, device=target.device)} if sink else {}
-    out = flash_attn_func(q, k, v, causal=True, backend=target.backend, **options)
+    out = attention(target, q, k, v, causal=True, **options)
     first = torch.autograd.grad(out, leaves[:3], dout, create_graph=True)
     second = torch.autograd.grad(first[:2], leaves, [torch.ones_like(x) for x in first[:2]])
     assert (second[0][:, 0] == 0).all() and (second[3][:, 0] == 0).all()
@@ -146,10 +157,10 @@ def test_plain_forward_under_forward_mode(target):
     v[0, KEYS - 1] = math.nan
     sink = torch.zeros(2, device=target.device)
 
-    def attention(q):
-        return flash_attn_func(q, k, v, causal=True, learnable_sink=sink, backend=target.backend)
+    def attend_to_keys(q):
+        return attention(target, q, k, v, causal=True, learnable_sink=sink)
 
-    nested, _ = torch.func.jvp(lambda q: torch.func.jvp(attention, (q,), (q,))[0], (q,), (q,))
+    nested, _ = torch.func.jvp(lambda q: torch.func.jvp(attend_to_keys, (q,), (q,))[0], (q,), (q,))
     assert (nested[:, EMPTY] == 0).all() and nested[:, -1].isnan().all()
 
 
