@@ -188,20 +188,21 @@ def softmax_times_values(
     """
     # m is a constant to autograd (the result does not depend on it); no -inf - -inf, 0 / 0, log 0.
     m = s.detach().amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
+    sees_key = m != -math.inf
     if sink is not None:
         sink = sink.to(s.dtype).view(1, -1, 1, 1)
         m = torch.maximum(m, sink.detach())
-    m = finite_reference(m)
+    m = torch.where(sees_key, m, 0.0)
     weights = torch.exp(s - m)
     total = weights.sum(-1, keepdim=True)
-    sees_key = total != 0
+    lse_without_keys: Tensor | float = -math.inf
     if sink is not None:
-        total = total + torch.exp(sink - m)
-    counts = total != 0 if real_q is None else (total != 0) & real_q
-    total = torch.where(counts, total, 1.0)
-    lse = torch.where(counts, m + torch.log(total), -math.inf).squeeze(-1)
+        total = total + torch.exp(torch.where(sees_key, sink - m, -math.inf))
+        lse_without_keys = sink if real_q is None else torch.where(real_q, sink, -math.inf)
+    total = torch.where(sees_key, total, 1.0)
+    lse = torch.where(sees_key, m + torch.log(total), lse_without_keys).squeeze(-1)
     p = drop(weights / total, keep, dropout_p)
-    return torch.where(counts & sees_key, matmul(p.to(v.dtype), v), 0.0), lse
+    return torch.where(sees_key, matmul(p.to(v.dtype), v), 0.0), lse
 
 
 def attend_rows(
@@ -368,7 +369,7 @@ def forward(
             o, ell = o * rescale, ell * rescale + torch.exp(sink_logit - finite_reference(m))
         reference, log2_l = finite_reference(m), torch.log2(ell)
         out_4d[span.storage, :, span.rows] = torch.where(sees_key, o / ell, 0.0).to(out.dtype)
-        lse[span.storage, :, span.rows] = (reference + LN_2 * log2_l).squeeze(-1)
+        lse[span.storage, :, span.rows] = torch.where(sees_key, reference + LN_2 * log2_l, m).squeeze(-1)
         statistics[0, span.storage, :, span.rows] = reference.squeeze(-1)
         statistics[1, span.storage, :, span.rows] = torch.where(sees_key | (ell == 0), log2_l, math.inf).squeeze(-1)
     return (out, lse.squeeze(0), statistics.squeeze(1)) if problem.is_varlen else (out, lse, statistics)

@@ -174,3 +174,46 @@ def test_softcap_below_the_smallest_normal_number(softcap, dtype):
     out = flash_attn_func(q, k, v, softcap=softcap, backend="reference")
     out.sum().backward()
     assert (out == 1).all() and (q.grad == 0).all() and (k.grad == 0).all() and (v.grad == 1).all()
+
+
+@pytest.mark.parametrize("value", (math.inf, math.nan))
+def test_a_sink_that_is_no_number(target, value):
+    """Softmax with that logit as one more column: NaN in all rows that see a key. The others have O = 0, LSE = sink,
+    zero gradients, and a head with another sink is not touched."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 2, 16, dtype=torch.float64) for n in (ROWS, KEYS, KEYS))
+    sink = torch.tensor([value, 0.5], dtype=torch.float64)
+    visible = torch.ones(ROWS, KEYS, dtype=torch.bool).tril(KEYS - ROWS)
+
+    given = [x.clone().requires_grad_() for x in (q, k, v, sink)]
+    s = torch.einsum("bihd,bjhd->bhij", *given[:2]) / 4
+    s = s.masked_fill(~visible, -math.inf)
+    column = given[3].view(1, 2, 1, 1).expand(1, 2, ROWS, 1)
+    want = torch.einsum("bhij,bjhd->bihd", torch.softmax(torch.cat((s, column), -1), -1)[..., :-1], given[2])
+    assert want[:, EMPTY.stop :, 0].isnan().all()
+    want = want[:, EMPTY.stop :, 1]  # the head that can be compared
+    want_grads = torch.autograd.grad(want.sum(), given)
+
+    leaves = [x.to(target.device, torch.float32).requires_grad_() for x in (q, k, v, sink)]
+    out, lse = attention(target, *leaves[:3], causal=True, learnable_sink=leaves[3], return_lse=True)
+    dq, dk, dv, dsink = torch.autograd.grad(out.sum(), leaves)
+    assert (out[:, EMPTY] == 0).all() and (dq[:, EMPTY] == 0).all()
+    torch.testing.assert_close(lse[0, :, EMPTY].cpu().double(), sink[:, None].expand(2, EMPTY.stop), equal_nan=True)
+    assert out[:, EMPTY.stop :, 0].isnan().all() and lse[0, 0, EMPTY.stop :].isnan().all() and dsink[0].isnan()
+    assert all(x[:, -KEYS:, 0].isnan().all() for x in (dq, dk, dv))
+    torch.testing.assert_close(out[:, EMPTY.stop :, 1].cpu().double(), want, rtol=1e-5, atol=1e-5)
+    for got, expected in zip((dq, dk, dv), want_grads[:3], strict=True):
+        torch.testing.assert_close(got[:, :, 1].cpu().double(), expected[:, :, 1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dsink[1].cpu().double(), want_grads[3][1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", (math.inf, math.nan))
+def test_a_sink_that_is_no_number_where_no_row_sees_anything(target, value):
+    """LSE is the sink, so its gradient is that of LSE; nothing else has one."""
+    q, k, v = (torch.randn(1, n, 1, 16, device=target.device).requires_grad_() for n in (ROWS, KEYS, KEYS))
+    sink = torch.tensor([value], device=target.device, requires_grad=True)
+    mask = torch.zeros(ROWS, KEYS, dtype=torch.bool, device=target.device)
+    out, lse = attention(target, q, k, v, mask=mask, learnable_sink=sink, return_lse=True)
+    assert (out == 0).all() and (lse.isnan() if math.isnan(value) else lse == value).all()
+    *others, dsink = torch.autograd.grad((out, lse), (q, k, v, sink), (torch.ones_like(out), torch.ones_like(lse)))
+    assert all((x == 0).all() for x in others) and dsink.item() == ROWS

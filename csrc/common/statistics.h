@@ -7,6 +7,9 @@
 // fp32 LSE has an absolute error of 5e-4, and so would every probability that is rebuilt from it. A row that sees
 // nothing has R = 0, log2 ℓ = -inf; one that sees nothing but a sink has R = sink, log2 ℓ = +inf (not the 0 of a sum that
 // is exp(sink - R) alone): it has no P, and neither its q nor its dO counts.
+//
+// A sink of +inf or NaN is to a row what a key's logit of +inf or NaN is: exp(inf - inf) is NaN in the sum, and so are O,
+// LSE and gradients of the row. One that sees nothing else divides nothing by that sum: O = 0, LSE = sink.
 #pragma once
 
 #include <cmath>
@@ -54,11 +57,17 @@ FLASH_HOST_DEVICE Real log2_sum_for_backward(RowStatistics<Real> row) {
   return row.log2_sum == -INFINITY ? Real(INFINITY) : row.log2_sum;
 }
 
+// What backward subtracts from S: 0 for a row without keys, of which the sink alone may be no number.
+template <class Real>
+FLASH_HOST_DEVICE Real reference_for_backward(RowStatistics<Real> row) {
+  return log2_sum_for_backward(row) == INFINITY ? Real(0) : row.reference;
+}
+
 // The sink's own weight, exp(sink - LSE).
 template <class Real>
 FLASH_HOST_DEVICE Real sink_weight(RowStatistics<Real> row, Real sink) {
-  const Real log2_sum = sees_sink_alone(row) ? Real(0) : log2_sum_for_backward(row);
-  return std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum);
+  if (sees_sink_alone(row)) return 1;
+  return std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum_for_backward(row));
 }
 
 // How far two partial results over disjoint keys must be scaled to share one reference.

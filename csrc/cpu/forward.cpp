@@ -333,17 +333,17 @@ class ForwardPass {
     std::fill(factor + rows.size(), factor + round_up(rows.size(), kLanes), Real(0));
     for (int64_t r = 0; r < rows.size(); ++r) {
       Real row_max = buffers.row_max[r], row_sum = buffers.row_sum[r], scale = 1;
-      const bool sees_key = row_sum != 0;
-      if (p_.sink != nullptr) {
-        const Merge<Real> with_sink = merge(row_max, static_cast<const Real*>(p_.sink)[head.head]);
+      const Real sink = p_.sink == nullptr ? -INFINITY : static_cast<const Real*>(p_.sink)[head.head];
+      const bool sees_sink_alone = row_sum == 0 && sink != -INFINITY;
+      if (p_.sink != nullptr && !sees_sink_alone) {
+        const Merge<Real> with_sink = merge(row_max, sink);
         row_max = with_sink.row_max;
         row_sum = row_sum * with_sink.scale_a + with_sink.scale_b;
         scale = with_sink.scale_a;
       }
       factor[r] = row_sum == 0 ? Real(0) : scale * keep_scale / row_sum;
-      const bool sees_sink_alone = !sees_key && row_sum != 0;
       const RowStatistics<Real> statistics =
-          sees_sink_alone ? RowStatistics<Real>{row_max, INFINITY} : make_statistics(row_max, row_sum);
+          sees_sink_alone ? RowStatistics<Real>{sink, INFINITY} : make_statistics(row_max, row_sum);
       const auto write = [&](const RowArray& array, Real x) {
         static_cast<Real*>(array.data)[array.offset(q.batch, head.head, q.first() + rows.begin + r)] = x;
       };

@@ -83,7 +83,7 @@ struct GradientTile {
       const bool is_row = r < rows.size();
       const RowStatistics<Real> row =
           is_row ? RowStatistics<Real>{read(p.reference, r), read(p.log2_sum, r)} : RowStatistics<Real>{};
-      reference[r] = row.reference;
+      reference[r] = reference_for_backward(row);
       log2_sum[r] = log2_sum_for_backward(row);
       delta[r] = is_row && !is_empty(r) ? read(deltas, r) : Real(0);
       any_empty |= is_row && is_empty(r);

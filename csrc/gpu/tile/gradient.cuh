@@ -29,7 +29,7 @@ struct QueryNumbers {
 
   QueryNumbers() = default;
   __device__ __forceinline__ QueryNumbers(RowStatistics<float> row, float delta_of_row)
-      : shift(log2_sum_for_backward(row)), delta(delta_of_row), reference(row.reference) {
+      : shift(log2_sum_for_backward(row)), delta(delta_of_row), reference(reference_for_backward(row)) {
     if (!is_far(reference)) shift = fmaf(reference, kLog2E<float>, shift);
   }
   static __device__ __forceinline__ bool is_far(float reference) { return fabsf(reference) >= kFar; }
