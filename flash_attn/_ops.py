@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _disable_current_modes
 
+from flash_attn import checks
 from flash_attn.problem import Problem, compute_dtype
 
 # The ops have derivatives of their own, for graphs that hold them (autograd.py): who calls them from an
@@ -247,7 +248,12 @@ def backward(
 # ---- Fake kernels: shapes, dtypes and strides of the real ones ------------------------------------------------------
 
 
-def _fake_forward(q, k, v, *others):  # noqa: ANN001, ANN002, ANN202 (a schema's arguments)
+def _fake_forward_plain(q, k, v, *options):  # noqa: ANN001, ANN002, ANN202 (a schema's arguments)
+    return _fake_forward(q, k, v, None, None, *options)
+
+
+def _fake_forward(q, k, v, bias, sink, *options):  # noqa: ANN001, ANN002, ANN202
+    checks.operands(q, k, v, Problem(*options).is_varlen)
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
     dtype = compute_dtype(q.dtype)
@@ -255,6 +261,7 @@ def _fake_forward(q, k, v, *others):  # noqa: ANN001, ANN002, ANN202 (a schema's
 
 
 def _fake_backward(dout, dlse, q, k, v, out, statistics, bias, sink, *rest):  # noqa: ANN001, ANN002, ANN202
+    checks.operands(q, k, v, Problem(*rest[5:]).is_varlen)
     inputs = (q, k, v, q if bias is None else bias, q if sink is None else sink)
     return tuple(x.new_empty(x.shape if wanted else (0,)) for x, wanted in zip(inputs, rest[:5], strict=True))
 
@@ -271,7 +278,7 @@ if AVAILABILITY["cpu"]:
     _register_fakes(
         {
             "attention_forward": _fake_forward,
-            "attention_forward_plain": _fake_forward,
+            "attention_forward_plain": _fake_forward_plain,
             "attention_backward": _fake_backward,
             "gpu_is_reachable": lambda q, k, v: True,  # as far as one can say
         }

@@ -341,6 +341,39 @@ def test_t88_fake_calls_refuse_what_real_ones_refuse():
         assert len(set(messages)) == 1, messages
 
 
+@pytest.mark.parametrize("kind", ("meta", "fake", "compile"))
+def test_fake_ops_refuse_what_real_ones_refuse(kind: str):
+    """Called past the Python functions: with the words of the Python functions, for there is nothing else to check
+    them, and no IndexError or results whose shapes cannot be."""
+    ops, (q, k, v) = torch.ops.flash_attn, qkv(torch.float32)
+    three_heads = q[:, :, :1].expand(-1, -1, 3, -1)
+    wrong = (
+        (q[0], k, v, "q must be"), (q[0, 0], k[0, 0], v[0, 0], "q must be"), (q, k, v[0, 0, 0], "v must be"),
+        (q, three_heads, three_heads, "k must have"), (q, k, v[:, :3], "v must have"),
+        (q, k.double(), v, "k must have"),
+    )  # fmt: skip
+    for *tensors, words in wrong:
+        for name in ("attention_forward", "attention_forward_plain", "attention_backward"):
+
+            def call(q: Tensor, k: Tensor, v: Tensor, name: str = name):
+                if name == "attention_forward":
+                    return ops.attention_forward(q, k, v, None, None, 1.0)
+                if name == "attention_forward_plain":
+                    return ops.attention_forward_plain(q, k, v, 1.0, False, -1, -1, False, 0.0)
+                return ops.attention_backward(q, None, q, k, v, q, q, None, None, *(True,) * 3, False, False, 1.0)
+
+            with pytest.raises(RuntimeError):
+                call(*tensors)
+            with pytest.raises(RuntimeError, match=words):
+                if kind == "compile":
+                    torch.compile(call, backend="eager")(*tensors)
+                elif kind == "meta":
+                    call(*(x.to("meta") for x in tensors))
+                else:
+                    with FakeTensorMode() as mode:
+                        call(*map(mode.from_tensor, tensors))
+
+
 def test_t89_export_serves_every_size():
     """One program for batches of 2 to 64 and several lengths, with bias and LSE; saved and loaded."""
     import io

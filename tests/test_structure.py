@@ -108,7 +108,7 @@ PYTHON_LAYERS: dict[str, set[str]] = {
     "checks": {"problem"},
     "block_patterns": {"dropout"},  # its Philox
     "block_mask": {"block_patterns", "checks", "io_model", "problem"},
-    "_ops": {"problem", "dropout"},
+    "_ops": {"checks", "problem", "dropout"},
     "reference": {"block_patterns", "problem", "dropout"},
     "from_lse": {"block_mask", "checks", "problem", "reference"},
     "higher_order": {"problem", "reference"},
