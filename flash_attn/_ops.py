@@ -266,6 +266,24 @@ def _fake_backward(dout, dlse, q, k, v, out, statistics, bias, sink, *rest):  # 
     return tuple(x.new_empty(x.shape if wanted else (0,)) for x, wanted in zip(inputs, rest[:5], strict=True))
 
 
+def _fake_is_reachable(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """As `is_reachable_by_tma` in csrc/gpu/plan.h says; their memory begins where torch's allocators let it, at whole
+    16 bytes."""
+    checks.operands(q, k, v, q.dim() == 3)
+    for x in (q, k, v):
+        *sizes, dim = x.shape
+        *strides, last = x.stride()
+        start = x.storage_offset() * x.element_size()
+        if dim > 1 and last != 1:  # a copy is read
+            *strides, _ = torch.empty(x.shape, device="meta").stride()
+            start = 0
+        is_vectorised = dim % 8 == 0 and start % 16 == 0 and all(stride % 8 == 0 for stride in strides)
+        fits = all(size == 1 or (size > 1 and 0 < stride < 2**39) for size, stride in zip(sizes, strides, strict=True))
+        if not (dim > 0 and is_vectorised and fits and sizes[-2] < 2**31):
+            return False
+    return True
+
+
 def _register_fakes(fakes: dict[str, Callable]) -> None:
     for name, fake in fakes.items():
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, allow_override=True)
@@ -280,6 +298,6 @@ if AVAILABILITY["cpu"]:
             "attention_forward": _fake_forward,
             "attention_forward_plain": _fake_forward_plain,
             "attention_backward": _fake_backward,
-            "gpu_is_reachable": lambda q, k, v: True,  # as far as one can say
+            "gpu_is_reachable": _fake_is_reachable,
         }
     )

@@ -190,6 +190,41 @@ def test_fake_tensors(planned: None, device: str):
         assert compiled(q, k, v).shape == (*q.shape[:-1], v.shape[-1])
 
 
+LAYOUTS = {
+    "contiguous": (lambda x: x, True),
+    "heads first": (lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), True),
+    "packed": (lambda x: x[0], True),
+    "a copy is read": (lambda x: x[..., ::2], True),  # 32 elements
+    "a copy of too few": (lambda x: x[..., :24:2], False),  # 12
+    "8 elements on": (lambda x: x[..., 8:], True),
+    "one element on": (lambda x: x[..., 1:57], False),
+    "dim 60": (lambda x: x[..., :60], False),
+    "expanded heads": (lambda x: x[:, :, :1].expand(-1, -1, 4, -1), False),
+    "expanded axis of one": (lambda x: x[:1].expand(1, -1, -1, -1), True),
+    "rows that are no whole 16 bytes": (
+        lambda x: x.new_empty(2, 5, 4 * 64 + 4)[..., :256].unflatten(-1, (4, 64)),
+        False,
+    ),
+    "no row": (lambda x: x[:, :0], False),
+    "far apart": (lambda x: x.as_strided(x.shape, (2**39, 256, 64, 1)), False),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fake_tensors_are_reachable_where_real_ones_are(name: str):
+    """What a tensor map can describe: whole 16 bytes apart, from whole 16 bytes on, no axis of equal places."""
+    layout, reachable = LAYOUTS[name]
+    on_meta = torch.empty(2, 5, 4, 64, dtype=torch.bfloat16, device="meta")
+    x, other = layout(on_meta), layout(on_meta).contiguous()
+    assert torch.ops.flash_attn.gpu_is_reachable(x, x, x) == reachable
+    fine = other.shape[-1] % 8 == 0 and 0 not in other.shape
+    assert torch.ops.flash_attn.gpu_is_reachable(x, other, other) == reachable or not fine
+    assert torch.ops.flash_attn.gpu_is_reachable(other, other, x) == reachable or not fine
+    if flash_attn.is_available("mma_sync") and torch.cuda.is_available() and name != "far apart":
+        real = layout(torch.empty(2, 5, 4, 64, dtype=torch.bfloat16, device="cuda"))
+        assert torch.ops.flash_attn.gpu_is_reachable(real, real, real) == reachable
+
+
 def test_auto_on_hopper(hopper: list[tuple]):
     """wgmma where it serves the call, else mma_sync, each with the reason why not the other."""
     q, k, v = qkv("cuda:0", torch.bfloat16)
