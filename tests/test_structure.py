@@ -47,6 +47,7 @@ CXX_LAYERS: dict[str, set[str]] = {
         "gpu/mma_sync/tiles.h",
         "gpu/wgmma/tiles.h",
         "gpu/tile/block_tiles.h",
+        "gpu/tile/softcap.h",
         "gpu/tile/turns.h",
         "selected_kernels.def",
     },

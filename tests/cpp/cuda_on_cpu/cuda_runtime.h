@@ -117,6 +117,7 @@ inline bool __any_sync(unsigned mask, bool x) {
   for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(mask, sum, other);
   return sum > 0;
 }
+inline bool __all_sync(unsigned mask, bool x) { return !__any_sync(mask, !x); }
 inline unsigned __ballot_sync(unsigned, bool x) {
   using namespace cuda_on_cpu;
   exchanged[threadIdx.x] = x ? 1.f : 0.f;

@@ -9,6 +9,7 @@ namespace flash::ptx {
 
 inline float exp2_approximate(float x) { return std::exp2(x); }
 inline uint32_t opaque(uint32_t x) { return x; }
+inline float opaque_number(float x) { return x; }
 inline float reciprocal(float x) { return 1 / x; }
 inline bool has_bits(uint32_t x, uint32_t bits) { return (x & bits) != 0; }
 
