@@ -66,8 +66,8 @@ FLASH_HOST_DEVICE Real reference_for_backward(RowStatistics<Real> row) {
 // The sink's own weight, exp(sink - LSE).
 template <class Real>
 FLASH_HOST_DEVICE Real sink_weight(RowStatistics<Real> row, Real sink) {
-  if (sees_sink_alone(row)) return 1;
-  return std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum_for_backward(row));
+  const Real weight = std::exp2((sink - row.reference) * kLog2E<Real> - log2_sum_for_backward(row));
+  return sees_sink_alone(row) ? Real(1) : weight;
 }
 
 // How far two partial results over disjoint keys must be scaled to share one reference.
