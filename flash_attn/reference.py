@@ -78,6 +78,14 @@ def seen(bias: Tensor | None, problem: Problem, region: Region) -> Tensor:
     return visible if bias is None else visible & (select(bias, region) != -math.inf)
 
 
+def may_hide_lines(problem: Problem, seqlen_q: int, seqlen_k: int) -> bool:
+    """Whether some query may see nothing, or some key be seen by none."""
+    if problem.has_lengths or problem.mask is not None or problem.block_kinds is not None:
+        return True
+    triangle = problem.causal and problem.window_left < 0 and seqlen_q == seqlen_k
+    return not triangle and (problem.causal or problem.window_left >= 0 or problem.window_right >= 0)
+
+
 def block_visibility(problem: Problem, region: Region) -> Tensor:
     """What the block mask lets each query of a region see: bool (batch | 1, heads | 1, rows, columns)."""
 
@@ -170,9 +178,11 @@ def standard_forward(
     heads, dtype, accurate = q.shape[2], q.dtype, compute_dtype(q.dtype)
     region, real_q, _ = whole_region(q.shape[1], k.shape[1], problem, q.device)
     q, k, v = (x.transpose(1, 2).to(accurate if upcast else dtype) for x in (q, k, v))
-    pairs = seen(bias, problem, region)
-    q = fill(q, pairs.any(-1, keepdim=True))
-    k, v = (fill(repeat_heads(x, heads), pairs.any(-2).unsqueeze(-1)) for x in (k, v))
+    k, v = repeat_heads(k, heads), repeat_heads(v, heads)
+    if bias is not None or may_hide_lines(problem, q.shape[2], k.shape[2]):
+        pairs = seen(bias, problem, region)
+        q = fill(q, pairs.any(-1, keepdim=True))
+        k, v = (fill(x, pairs.any(-2).unsqueeze(-1)) for x in (k, v))
     s = logits(matmul(q, k.transpose(2, 3)).to(accurate), bias, problem, region)
     keep = whole_keep(problem, region, s.shape)
     out, lse = softmax_times_values(s, v, sink, keep, problem.dropout_p, real_q)
