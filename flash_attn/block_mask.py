@@ -9,8 +9,6 @@ can be built inside torch.compile, torch.export and torch.func.
 from __future__ import annotations
 
 import operator
-import struct
-import zlib
 from collections.abc import Callable, Sequence
 from math import gcd
 
@@ -20,6 +18,7 @@ from torch.utils import _pytree
 
 from flash_attn import block_patterns, checks
 from flash_attn.block_patterns import FIRST_PATTERN, FULL, HIDDEN, visible_elements, visit_lists
+from flash_attn.png import write_png
 from flash_attn.problem import BlockLists
 
 DEFAULT_BLOCK_SIZE = (128, 128)
@@ -33,9 +32,10 @@ class BlockMask:
             q_blocks = ceil(seqlen_q / rows), k_blocks = ceil(seqlen_k / keys).
         seqlen_q, seqlen_k: of the attention call: its q and k have that many rows; packed sequences: max_seqlen_q and
             max_seqlen_k. Blocks count from the first row and column of each sequence's tensor (left pads included).
-        block_size: (rows, keys) of a block, multiples of 16.
+        block_size: (rows, keys) of a block, multiples of 16, or one number for both.
         element_mask: bool, broadcastable to (batch, heads, seqlen_q, seqlen_k): hides elements of visited blocks. It is
-            copied block by block, seqlen_q × seqlen_k bytes; blocks in which it hides everything are not visited.
+            copied block by block, whole blocks of rows × keys bytes for all of seqlen_q × seqlen_k; blocks in which it
+            hides everything are not visited.
 
     Attributes:
         kinds: int32 (batch | 1, heads | 1, q_blocks, k_blocks): 0 hidden, 1 full, 2 + n partial with pattern n.
@@ -46,9 +46,9 @@ class BlockMask:
         seqlen_q, seqlen_k, block_size.
 
     A mask is a constant: it has no gradient. It combines with every other option of a call by logical AND. `a | b` is
-    the union of two masks. Lists take 8 bytes a block, visited or not, so that no size depends on contents.
+    the union of two masks. Kinds and lists take 12 bytes a block, visited or not, so that no size depends on contents.
 
-    Errors: RuntimeError for tensors, ValueError for lengths and block sizes.
+    Errors, of the builders too: RuntimeError for tensors, TypeError for what is none, ValueError for numbers.
 
     Source: Dao, Fu, Ermon, Rudra, Ré, "FlashAttention" (2022), section 3.3, Algorithm 5.
 
@@ -130,8 +130,8 @@ class BlockMask:
         )
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The mask on another device."""
-        mask = BlockMask.__new__(BlockMask)
+        """The mask on another device. TypeError for what names none, as a dtype does."""
+        device, mask = torch.device(device), BlockMask.__new__(BlockMask)
         tensors = (self.kinds, self.patterns, self.key_lists, self.query_lists)
         mask._keep(*(x.to(device) for x in tensors), self.seqlen_q, self.seqlen_k)
         return mask
@@ -178,16 +178,15 @@ class BlockMask:
         """A picture of one head's mask: lines of █ (full), ▒ (partial) and · (hidden), a character a block.
 
         path: also writes a grayscale PNG there, a pixel a block (black full, gray partial, white hidden).
+        batch, head: any where the mask is the same for all, else one of its own (ValueError).
         """
-        kinds = self.kinds[min(batch, self.kinds.shape[0] - 1), min(head, self.kinds.shape[1] - 1)].clamp(max=2)
+        planes = self.kinds.shape[:2]
+        for name, given, n in zip(("batch", "head"), (batch, head), planes, strict=True):
+            checks.require_option(given >= 0 and (given < n or n == 1), name, given, f"must be one of the mask's {n}")
+        kinds = self.kinds[min(batch, planes[0] - 1), min(head, planes[1] - 1)].clamp(max=2)
         table = kinds.tolist()
         if path is not None:
-            rows = b"".join(b"\0" + bytes((255, 0, 128)[kind] for kind in line) for line in table)
-            header = struct.pack(">IIBBBBB", kinds.shape[1], kinds.shape[0], 8, 0, 0, 0, 0)
-            with open(path, "wb") as file:
-                file.write(b"\x89PNG\r\n\x1a\n")
-                for name, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")):
-                    file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))
+            write_png(path, [bytes((255, 0, 128)[kind] for kind in line) for line in table], kinds.shape[1])
         return "\n".join("".join("·█▒"[kind] for kind in line) for line in table)
 
     # ---- Builders ---------------------------------------------------------------------------------------------------
@@ -216,8 +215,8 @@ class BlockMask:
     ) -> BlockMask:
         """Exactly what `causal=True` lets a query see: query i key j iff j <= i + seqlen_k - seqlen_q.
 
-        Blocks on the diagonal are partial; they share a handful of patterns. In a call `causal=True` itself is faster.
-        """
+        Blocks on the diagonal are partial; they share (rows + keys) / gcd(rows, keys) patterns. In a call `causal=True`
+        itself is faster, and it alone knows the diagonal of each packed or padded sequence: here it is the tensor's."""
         seqlen_q, seqlen_k = checks.length("seqlen_q", seqlen_q), checks.length("seqlen_k", seqlen_k)
         rows, keys = _block_size(block_size)
         diagonal, step = seqlen_k - seqlen_q, gcd(rows, keys)
@@ -282,7 +281,7 @@ class BlockMask:
         device: torch.device | str | None = None,
     ) -> BlockMask:
         """Every block that the window (left, right) touches, as a whole; the window counts keys, as in `window_size=`
-        of the functions, which also hides the elements outside of it."""
+        of the functions, which also hides the elements outside of it. The diagonal is the whole tensor's, as above."""
         window = checks.window(window_size)
         return cls._of_pattern(block_patterns.local, seqlen_q, seqlen_k, block_size, device, window)
 
@@ -337,7 +336,8 @@ class BlockMask:
         device: torch.device | str | None = None,
     ) -> BlockMask:
         """Blocks near the diagonal (window_blocks of them a row, an odd number), the first global_blocks rows and
-        columns, and random_blocks others in each row, drawn from `seed` for each head on its own.
+        columns, and random_blocks others in each row, drawn from `seed` for each head on its own. Where query and key
+        blocks differ in number, the diagonal is stretched from corner to corner.
 
         Source: Zaheer et al., "Big Bird" (2020).
         """
@@ -364,7 +364,10 @@ class BlockMask:
         if not isinstance(flex, flex_attention.BlockMask):
             raise TypeError(f"flex must be a torch.nn.attention.flex_attention.BlockMask; got {type(flex).__name__}")
         seqlen_q, seqlen_k = flex.seq_lengths
-        rows, keys = _block_size(flex.BLOCK_SIZE)
+        # One block for all, as in FlexAttention's mask of nothing, need not be larger than all.
+        rows, keys = _block_size(
+            [min(size, max(16, -(-n // 16) * 16)) for size, n in zip(flex.BLOCK_SIZE, flex.seq_lengths, strict=True)]
+        )
         columns = -(-seqlen_k // keys)
 
         def listed(count: Tensor | None, indices: Tensor | None) -> Tensor:
@@ -419,7 +422,7 @@ def lists_of(block_mask: object | None) -> BlockLists | None:
 
 
 def _block_size(block_size: Sequence[int] | int) -> tuple[int, int]:
-    rule = "must be (rows, keys), each a positive multiple of 16"
+    rule = "must be (rows, keys), each a multiple of 16 from 16 to 2^20"
     try:
         rows, keys = block_size if isinstance(block_size, Sequence) else (block_size, block_size)
         rows, keys = operator.index(rows), operator.index(keys)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_attn import checks
 from flash_attn.bert_padding import pad_input, unpad_input
 from flash_attn.flash_attention import FlashMHA, refuse_weights
 from flash_attn.flash_blocksparse_attn_interface import convert_blockmask, flash_blocksparse_attn_func
@@ -47,6 +48,11 @@ class FlashBlocksparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.sparsity_config = _instantiate(sparsity_config)
+        if not callable(getattr(self.sparsity_config, "make_layout", None)):
+            raise TypeError(
+                "sparsity_config must have a method make_layout, or be a mapping whose `_target_` names a class that "
+                f"has; got {sparsity_config!r}"
+            )
         self.softmax_temp, self.dropout_p = softmax_temp, attention_dropout
         self.max_seq_length = -(-max_seq_length // 256) * 256
         layout = torch.as_tensor(self.sparsity_config.make_layout(self.max_seq_length), device=device)
@@ -69,8 +75,9 @@ class FlashBlocksparseAttention(nn.Module):
         Args:
             qkv: (batch, seqlen, 3, heads, dim), or with `cu_seqlens` (total, 3, heads, dim).
             attn_mask: must be None.
-            key_padding_mask: bool (batch, seqlen), True = a real token, or an object that has it as `bool_matrix`;
-                dense qkv only. Padding gets out 0; real tokens are counted from each sequence's first one.
+            key_padding_mask: bool (batch, seqlen), True = a real token, or integers, of which 0 alone is none, or an
+                object that has it as `bool_matrix`; dense qkv only. Padding gets out 0; real tokens are counted from
+                each sequence's first one.
             cu_seqlens: (batch + 1,), with max_s, the longest sequence.
             need_weights: True: NotImplementedError.
             convert_mask: either way the module's mask is taken.
@@ -100,6 +107,10 @@ class FlashBlocksparseAttention(nn.Module):
             edges = torch.arange(batch + 1, dtype=torch.int32, device=qkv.device) * seqlen
             return attend(qkv.flatten(0, 1), edges, seqlen).unflatten(0, (batch, seqlen)), None
         real = getattr(key_padding_mask, "bool_matrix", key_padding_mask)
+        fits = not real.dtype.is_floating_point and real.shape == (batch, seqlen)
+        checks.require(
+            fits, "key_padding_mask", real, "must be bool or integer (batch, seqlen), {} × {}", batch, seqlen
+        )
         rows, indices, cu_seqlens, longest, _ = unpad_input(qkv, real)
         return pad_input(attend(rows, cu_seqlens, longest), indices, batch, seqlen), None
 

@@ -38,6 +38,8 @@ def revert_blockmask(converted: Tensor) -> Tensor:
     checks.require_tensor("blockmask", converted)
     checks.require(converted.dim() == 2, "blockmask", converted, "must be (k_blocks, q_blocks), converted")
     k_blocks, q_blocks = converted.shape
+    fits = converted.dtype in (torch.int32, torch.int64)
+    checks.require(fits, "blockmask", converted, "must be int32 or int64 lists, as convert_blockmask makes them")
     slots = torch.where(converted >= 0, converted // 4, q_blocks).long()
     visited = torch.zeros(k_blocks, q_blocks + 1, dtype=torch.bool, device=converted.device)
     return visited.scatter(1, slots, True)[:, :q_blocks].t()
@@ -63,7 +65,7 @@ def flash_blocksparse_attn_func(
             blocks of 16 queries × 256 keys are visited, counted from the start of each sequence. At least
             ceil(max_s / 16) × ceil(max_s / 256) blocks; the rest is not looked at.
         dropout_p, softmax_scale, causal: as in `flash_attn_unpadded_func`.
-        convert_mask: False: blockmask is what `convert_blockmask` made.
+        convert_mask: False: blockmask is what `convert_blockmask` made, int32 or int64; its numbers are not looked at.
 
     Returns out (total, heads, dim); with return_attn_probs (out, S_dmask, softmax_lse), in this order, as 1.x did.
 

@@ -209,3 +209,26 @@ def test_a_mask_from_outside_in_compiled_and_exported_functions(tmp_path):
     assert torch.equal(closure(q), want)
     examples = torch.vmap(lambda q: flash_attn_func(q, q, q, block_mask=mask))(torch.stack([q, q.cos()]))
     torch.testing.assert_close(examples[0], want)
+
+
+def test_pictures_of_heads_and_batches_that_are_there():
+    mask = BlockMask.from_dense(torch.rand(1, 2, 64, 64) < 0.5, 16)
+    assert mask.plot(batch=9) == mask.plot()  # one for all
+    for where in ({"head": 2}, {"head": -1}, {"batch": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(where))} must be one of the mask's"):
+            mask.plot(**where)
+
+
+def test_moves_to_devices_alone():
+    mask = BlockMask.from_dense(torch.rand(64, 64) < 0.5, 16)
+    with pytest.raises(TypeError):
+        mask.to(torch.int8)
+    assert torch.equal(mask.to(torch.device("cpu")).to_dense(), mask.to_dense())
+
+
+def test_sizes_of_blocks():
+    with pytest.raises(ValueError, match="from 16 to 2\\^20; got"):
+        BlockMask(torch.ones(1, 1, dtype=torch.bool), 32, 32, 1 << 30)
+    flex = flex_attention._create_empty_block_mask(*[torch.zeros(1, 1, 40, 8)] * 2)  # a block of 2^30 for one key
+    mask = BlockMask.from_flex(flex)
+    assert mask.block_size == (16, 16) and mask.to_dense().all()

@@ -142,6 +142,12 @@ REFUSED = {
     "too long": (lambda: FlashBlocksparseAttention(Layout(), max_seq_length=9)(torch.zeros(1, 257, 3, 2, 8)),
                  ValueError, "257"),
     "only cu_seqlens": (lambda: FlashBlocksparseAttention(Layout())(QKV, cu_seqlens=EDGES), ValueError, "max_s"),
+    "float lists": (lambda: flash_blocksparse_attn_func(QKV, EDGES, ONES.t(), 0.0, 20, convert_mask=False),
+                    RuntimeError, "convert_blockmask makes them"),
+    "padding of floats": (lambda: FlashBlocksparseAttention(Layout())(QKV[None], key_padding_mask=torch.zeros(1, 20)),
+                          RuntimeError, "key_padding_mask must be bool or integer"),
+    "no layout": (lambda: FlashBlocksparseAttention(None), TypeError, "make_layout"),
+    "no target": (lambda: FlashBlocksparseAttention({"density": 1}), TypeError, "_target_"),
     "convert 3-d": (lambda: convert_blockmask(ONES[None], False), RuntimeError, "blockmask"),
 }  # fmt: skip
 
