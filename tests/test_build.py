@@ -355,7 +355,6 @@ def test_sdist_holds_what_a_build_needs_and_nothing_built(sdist: Path) -> None:
     assert not [name for name in names if name.endswith((".so", ".o", ".pyc", "_build_info.json"))]
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
 def test_lint_needs_neither_torch_nor_a_build(tmp_path: Path) -> None:
     """In an environment of its own: the tools that the extra dev names, and nothing else."""
     variables = [f"VENV={tmp_path / 'venv'}", "TORCH=the-torch", f"PYTHON={sys.executable}"]

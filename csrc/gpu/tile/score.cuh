@@ -43,7 +43,7 @@ __device__ __forceinline__ uint32_t columns_before(int end) {
 }
 
 // S = -inf where a row does not see a key. `first_key` is that of the tile. What is seen are bits of one register, which
-// become predicates seven at a time: an interval's two comparisons for each element take twice as long.
+// become predicates seven at a time; a difference and a comparison for each element are more instructions.
 template <int kM, int kN>
 __device__ __forceinline__ void hide_unseen(float (&rS)[kM][kN][4], const FragmentPlace& place,
                                             const DiagonalInterval& diagonal, int first_key) {
