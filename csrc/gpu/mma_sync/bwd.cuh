@@ -244,8 +244,8 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       float rdQ[F::kDqM][F::kDqN][4] = {};
       constexpr int kNumbers = F::kDqM * F::kDqN * 4;
       float* dq = launch.dq_sum + int64_t{block.tile} * (F::kRows * F::kHeadDim) + threadIdx.x;
-      const auto add = [&](int i, bool adds) {
-        ptx::add_global_if(adds, dq + i * F::kThreads, rdQ[i / (F::kDqN * 4)][i / 4 % F::kDqN][i % 4]);
+      const auto add = [&](int i) {
+        ptx::add_global(dq + i * F::kThreads, rdQ[i / (F::kDqN * 4)][i / 4 % F::kDqN][i % 4]);
       };
       const auto multiply_dq = [&](int part) {
         const auto b = part == 0 ? places.b_dq : Places<F>::b_dq_of(part, sK, threadIdx.x);
@@ -258,21 +258,22 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       for (int part = 0; part + 1 < F::kDqParts; ++part) {
         multiply_dq(part);
 #pragma unroll
-        for (int i = 0; i < kNumbers; ++i) add(i, true);
+        for (int i = 0; i < kNumbers; ++i) add(i);
         dq += kNumbers * F::kThreads;
       }
       multiply_dq(F::kDqParts - 1);
       F::CopyQ::wait();
       rows_there.arrive();
-      const bool others_wait = launch.turn_order.taken;
-      if (others_wait) {
+      if (launch.turn_order.taken) {  // once, not for each of them: the product would have fifty branches
 #pragma unroll
-        for (int i = 0; i < kNumbers; ++i) add(i, true);
+        for (int i = 0; i < kNumbers; ++i) add(i);
         __syncthreads();
         end_turn(launch, block.tile);
+        outer(rdK, F::kBytesScore, 0, [](int) {});
+      } else {
+        outer(rdK, F::kBytesScore, 0,
+              [&](int step) { spread<kNumbers, F::kRows / 16 * F::kO / 2>(step, [&](int i) { add(i); }); });
       }
-      outer(rdK, F::kBytesScore, 0,
-            [&](int step) { spread<kNumbers, F::kRows / 16 * F::kO / 2>(step, [&](int i) { add(i, !others_wait); }); });
     } else {
       F::CopyQ::wait();
       rows_there.arrive();

@@ -86,14 +86,13 @@ struct RowStream {
   __device__ __forceinline__ void copy(const RowBlockIndex& block, int stage) const {
     if (!block.given()) return;
     const uint32_t thread = ptx::opaque(threadIdx.x);  // what follows from it is not to be kept
-    const auto copy = [&](const Operand& x, uint32_t bytes, int64_t dim, bool vectorised) {
-      const HeadRows rows{first_row_of(x, work.sequence.q, block.head), x.row_stride, static_cast<int>(dim),
-                          vectorised};
+    const auto copy = [&](const uint16_t* head_0, const Operand& x, uint32_t bytes, int64_t dim, bool vectorised) {
+      const HeadRows rows{head_0 + block.head * x.head_stride, x.row_stride, static_cast<int>(dim), vectorised};
       typename F::CopyQ(target + stage * 2 * F::kBytesQ + bytes, rows, block.m * F::kRows, work.rows, thread)
           .copy_all();
     };
-    copy(p.q, 0, p.dim, launch.vectorised_qk);
-    copy(p.dout, F::kBytesQ, p.dim_v, launch.vectorised_dout);
+    copy(work.gQ, p.q, 0, p.dim, launch.vectorised_qk);
+    copy(work.gdO, p.dout, F::kBytesQ, p.dim_v, launch.vectorised_dout);
     const float* from = launch.numbers + int64_t{block.tile} * F::Table::kFloats;
 #pragma unroll
     for (int first = 0; first < F::Table::kFloats / 4; first += F::kThreads)

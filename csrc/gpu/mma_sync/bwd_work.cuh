@@ -5,6 +5,7 @@
 
 #include "common/sequence.h"
 #include "gpu/families.h"
+#include "gpu/mma_sync/launch.cuh"
 #include "gpu/mma_sync/tiles.h"
 #include "gpu/passes/backward_rows.cuh"
 #include "gpu/tile/block_tiles.cuh"
@@ -69,6 +70,7 @@ struct BwdWork {
   Sequence sequence;
   Visibility visibility;
   int64_t batch, head_k;
+  const uint16_t *gQ, *gdO;      // the sequence's first row of head 0
   int64_t first_tile;            // of head 0 in dq_sum
   int n, keys, rows;             // the key block; of the sequence
   int first_head, end_head;      // that read this key head
@@ -100,6 +102,8 @@ __device__ __forceinline__ BwdWork make_bwd_work(const BwdParams& p, const BwdLa
   work.seen_end = static_cast<int>(seen.end);
   work.first_head = static_cast<int>(tile.head * launch.group);
   work.end_head = work.first_head + static_cast<int>(launch.group);
+  work.gQ = first_row_of(p.q, sequence.q, 0);
+  work.gdO = first_row_of(p.dout, sequence.q, 0);
   work.first_tile = first_row_tile<F::kRows>(p, launch.m_blocks, tile.batch);
   return work;
 }

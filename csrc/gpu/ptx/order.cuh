@@ -22,13 +22,6 @@ __device__ __forceinline__ void add_global(float* target, float x) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
 }
 
-// The same if `adds`, without a branch.
-__device__ __forceinline__ void add_global_if(bool adds, float* target, float x) {
-  asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p red.relaxed.gpu.global.add.f32 [%0], %1;}" ::"l"(target),
-               "f"(x), "r"(static_cast<int>(adds))
-               : "memory");
-}
-
 // True in one lane of the warp. sm_90.
 __device__ __forceinline__ bool elect_one() {
   uint32_t is_elected;
