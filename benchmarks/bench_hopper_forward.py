@@ -174,6 +174,42 @@ def option_rows(rounds: int) -> list[list[object]]:
     return rows
 
 
+FEW_QUERIES = (
+    (1, 1, 8192, 64, 8), (16, 1, 8192, 64, 8), (16, 16, 8192, 64, 8), (32, 16, 4096, 28, 4), (16, 64, 4096, 64, 8),
+    (16, 100, 4096, 64, 8), (8, 192, 4096, 64, 8), (8, 256, 4096, 64, 8),
+)  # fmt: skip
+FEW_QUERY_CALLS = ("ours", "one head a tile", "FlashAttention-3")
+
+
+def few_query_rows(rounds: int) -> list[list[object]]:
+    """Microseconds of calls with few queries for heads that share keys: ours, its tiles of one head each, and
+    FlashAttention-3's with packed heads."""
+    choose = torch.ops.flash_attn.gpu_choose_fwd_tile
+    others, rows = peers(), []
+    for dim, of_one_head in ((64, 2), (128, 1)):
+        for batch, queries, keys, heads, heads_k in FEW_QUERIES:
+            q = torch.randn(batch, queries, heads, dim, device="cuda", dtype=torch.bfloat16)
+            k, v = (torch.randn(batch, keys, heads_k, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+
+            def with_tile(tile: int, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Call:
+                def call() -> object:
+                    choose(tile)
+                    return flash_attn_func(q, k, v, backend="wgmma")
+
+                return call
+
+            calls = {"ours": with_tile(-1), "one head a tile": with_tile(of_one_head)}
+            if "FlashAttention-3" in others:
+                fa3 = importlib.import_module("fa3")
+                calls["FlashAttention-3"] = lambda q=q, k=k, v=v, fa3=fa3: fa3.fwd(q, k, v, pack_gqa=True)
+            times = compare(calls, 4 * batch * queries * keys * heads * dim / 100e12 + 50e-6, rounds)
+            shape = [dim, batch, queries, keys, f"{heads}:{heads_k}"]
+            rows.append([*shape, *(f"{1e6 * times[n]:.0f}" if n in times else "" for n in FEW_QUERY_CALLS)])
+            print(*rows[-1], flush=True)
+    choose(-1)
+    return rows
+
+
 def sustained(call: Call, seconds: float) -> float:
     """Seconds a call, in the second half of so many seconds without a pause: what is left when the chip is warm."""
     count = max(4, int(seconds / burst(call, 3)))
@@ -234,6 +270,9 @@ def main() -> None:
     text += "\nOptions (4k; packed: 8 sequences each of 512, 1k, 2k and 4k):\n\n"
     with torch.no_grad():
         text += table(["what", "dim", "causal", "measured", "wanted"], option_rows(given.rounds))
+        text += "\nFew queries, heads that share keys, in microseconds a call:\n\n"
+        columns = ["dim", "batch", "queries", "keys", "heads", *FEW_QUERY_CALLS]
+        text += table(columns, few_query_rows(given.rounds))
     columns = ["bf16", "bursts", "sustained", "/ product", "/ product, sustained", "MHz after"]
     text += "\nTFLOP/s without pauses, for 3 s each, beside a product of matrices:\n\n"
     with torch.no_grad():

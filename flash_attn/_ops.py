@@ -120,6 +120,7 @@ class GpuPlan:
     variant: str = ""
     tile: tuple[int, int] = (0, 0)
     family: str = ""
+    queries: int = 0  # that the tile's rows are of: fewer, where they are several heads of each
 
 
 DATA_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # DataType of csrc/common/params.h
@@ -147,9 +148,12 @@ def gpu_plan(
     has_window: bool = False,
     reachable: bool = True,
     family: int = 0,
+    queries: int = 0,
+    group: int = 1,
 ) -> GpuPlan:
-    """What the library would use on CUDA device number `device` for sequences of that many keys. block_size: of the
-    block mask; (0, 0) without one. reachable: `is_reachable`. family: one of FAMILIES; 0 is any."""
+    """What the library would use on CUDA device number `device` for sequences of that many queries and keys, `group`
+    query heads to a key head. block_size: of the block mask; (0, 0) without one. reachable: `is_reachable`. family: one
+    of FAMILIES; 0 is any."""
     numbers, reason = plan(
         torch.ops.flash_attn.gpu_plan,
         device,
@@ -162,11 +166,13 @@ def gpu_plan(
         has_window,
         reachable,
         family,
+        queries,
+        group,
     )
     if not numbers:
         return GpuPlan(reason)
-    arch, head_dim, chosen, rows, keys, family = numbers
-    return GpuPlan("", arch, head_dim, VARIANTS[chosen], (rows, keys), list(FAMILIES)[family - 1])
+    arch, head_dim, chosen, rows, keys, family, of_queries = numbers
+    return GpuPlan("", arch, head_dim, VARIANTS[chosen], (rows, keys), list(FAMILIES)[family - 1], of_queries)
 
 
 def is_reachable(q: Tensor, k: Tensor, v: Tensor) -> bool:

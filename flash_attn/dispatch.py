@@ -61,12 +61,16 @@ def gpu_plan(
 ) -> _ops.GpuPlan:
     """The kernel that would serve a call with this backend, "auto", "mma_sync" or "wgmma".
 
-    in_full: with its number of keys and its strides; else, whether there is a kernel for what changes less often.
+    in_full: with its lengths, heads and strides; else, whether there is a kernel for what changes less often.
     """
     index = q.device.index if q.device.index is not None else torch.cuda.current_device()
-    call = (problem.max_seqlen_k, problem.has_window, is_reachable(q, k, v)) if in_full else (0, False, True)
     variant, family = _ops.variant_of(problem, bias), _ops.FAMILIES.get(backend, 0)
-    return _ops.gpu_plan(index, q.dtype, q.shape[-1], v.shape[-1], variant, problem.block_size, *call, family)
+    of_call = (index, q.dtype, q.shape[-1], v.shape[-1], variant, problem.block_size)
+    if not in_full:
+        return _ops.gpu_plan(*of_call, family=family)
+    group = q.shape[-2] // max(1, k.shape[-2])
+    in_detail = (problem.max_seqlen_k, problem.has_window, is_reachable(q, k, v), family, problem.max_seqlen_q, group)
+    return _ops.gpu_plan(*of_call, *in_detail)
 
 
 @torch.compiler.assume_constant_result

@@ -28,7 +28,7 @@ class Explanation:
         lines = ["no backend serves this call"]
         if self.backend is not None:
             lines = [
-                f"backend {self.backend}: {self.kernel}, tiles of {self.tile[0]} queries × {self.tile[1]} keys, "
+                f"backend {self.backend}: {self.kernel}, tiles of {self.tile[0]} query rows × {self.tile[1]} keys, "
                 f"{self.threads} thread(s)",
                 f"workspace: {self.forward_workspace_bytes / 2**20:.2f} MiB forward, "
                 f"{self.backward_workspace_bytes / 2**20:.2f} MiB backward",
@@ -138,6 +138,8 @@ def explain(
     if chosen in _ops.FAMILIES:
         plan = dispatch.gpu_plan(chosen, q, k, v, problem, bias)
         name = f"{chosen} kernel for sm_{plan.arch}, head dims up to {plan.head_dim}, {plan.variant}"
+        if plan.queries < plan.tile[0]:
+            name += ", heads that share keys in one tile"
         # Of backward, always mma_sync's: dq in fp32, and delta; both in whole blocks of rows.
         backward = q.numel() // max(1, dim) * 4 * (plan.head_dim + 1)
         return Explanation(chosen, name, plan.tile, 1, 0, backward, refusals)

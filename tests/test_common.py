@@ -44,9 +44,10 @@ def test_cpu_parts(tmp_path: Path) -> None:
     run("test_cpu_parts.cpp", [str(ROOT / "csrc/cpu/micro_kernels.cpp"), *isa_objects(tmp_path)], tmp_path)
 
 
-def test_gpu_plan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ("test_gpu_plan.cpp", "test_gpu_plan_hopper.cpp"))
+def test_gpu_plan(program: str, tmp_path: Path) -> None:
     """Kernel, tile and order for cards with 48, 64, 99, 163 and 227 KB of shared memory: no GPU is needed."""
-    run("test_gpu_plan.cpp", [], tmp_path)
+    run(program, [], tmp_path)
 
 
 # Kernels as threads of the CPU; the folder's headers come before those of the same name in csrc.

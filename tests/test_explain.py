@@ -145,7 +145,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
     """CUDA tensors without a GPU, and the answers of a library on a Hopper card; the plans that were asked for."""
     asked = []
 
-    def plan(device, dtype, dim, dim_v, variant, block_size, keys=0, has_window=False, reachable=True, family=0):
+    def plan(device, dtype, dim, dim_v, variant, block_size, keys=0, has_window=False, reachable=True, family=0, *_):
         asked.append((keys, has_window, reachable, family))
         if dtype not in (torch.float16, torch.bfloat16):
             return _ops.GpuPlan("no kernel for fp32")
@@ -153,8 +153,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple]]:
         if family == 2 and not serves:
             return _ops.GpuPlan("wgmma kernels have no such thing")
         if family != 1 and serves:
-            return _ops.GpuPlan("", 90, 64, variant, (128, 128), "wgmma")
-        return _ops.GpuPlan("", 80, 64, variant, (128, 64), "mma_sync")
+            return _ops.GpuPlan("", 90, 64, variant, (128, 128), "wgmma", 128)
+        return _ops.GpuPlan("", 80, 64, variant, (128, 64), "mma_sync", 128)
 
     monkeypatch.setattr(_ops, "gpu_plan", plan)
     monkeypatch.setattr(_ops, "is_reachable", lambda *x: all(0 not in t.stride() for t in x))
@@ -173,7 +173,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(_ops.AVAILABILITY, "mma_sync", _ops.Availability(True, "loaded"))
     _ops.gpu_plan.cache_clear()
     with torch.library._scoped_library("flash_attn", "IMPL") as library:
-        answer = torch.tensor([80, 64, 0, 128, 64, 1]), torch.empty(0, dtype=torch.uint8)
+        answer = torch.tensor([80, 64, 0, 128, 64, 1, 128]), torch.empty(0, dtype=torch.uint8)
         library.impl("gpu_plan", lambda *numbers: answer, "CompositeExplicitAutograd")
         yield
     _ops.gpu_plan.cache_clear()

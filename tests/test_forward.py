@@ -22,6 +22,7 @@ CASES = [
     *(Case(seqlen_q=n, seqlen_k=m) for n, m in ((1, 1), (2, 3), (1, 257), (257, 1), (129, 196), (0, 5), (5, 0), (0,
     0))),
     Case(batch=0), *(Case(heads=0, heads_k=0, dtype=d) for d in cases.NAMES), Case(batch=1, heads=1, heads_k=1),
+    Case(heads=0, heads_k=0, dtype=BF16, causal=True, grads="qkv"),
     # head dims
     *(Case(dim=d, dim_v=d, seqlen_q=17, dtype=BF16) for d in (1, 2, 3, 7, 8, 9, 31, 64, 72, 96, 127, 256, 257)),
     *(Case(dim=d, dim_v=e, seqlen_q=19) for d, e in ((8, 16), (32, 24), (1, 33), (128, 40), (16, 1), (3, 130))),

@@ -386,10 +386,11 @@ def is_unwritten(x: torch.Tensor) -> bool:
     (([0, 50, 40, 90], ()), ([0, 20, 200, 90], (0,)), ([-5, 20, 40, 90], (1, 2)), ([0, 20, 40, 1 << 40], (0, 1))),
     ids=str,
 )
-def test_impossible_offsets_give_nan(backend, wrong, possible):
+@pytest.mark.parametrize("heads", (2, 8))
+def test_impossible_offsets_give_nan(backend, wrong, possible, heads):
     """Seen, not plausible, forward and backward; other sequences are as ever; and nothing outside is read or written
     (compute-sanitizer says so). possible: the sequences that `wrong` leaves whole."""
-    tensors = [torch.randn(90, 2, 64, dtype=BF16, device="cuda").requires_grad_() for _ in range(3)]
+    tensors = [torch.randn(90, n, 64, dtype=BF16, device="cuda").requires_grad_() for n in (heads, 2, 2)]
     edges = [0, 20, 40, 90]
     good, bad = (torch.tensor(x, device="cuda") for x in (edges, wrong))
     dout = torch.randn_like(tensors[0])
@@ -413,8 +414,9 @@ def test_impossible_offsets_give_nan(backend, wrong, possible):
 
 
 @pytest.mark.parametrize("backend", FAMILIES)
-def test_impossible_lengths_give_nan(backend):
-    tensors = [torch.randn(3, 9, 2, 64, dtype=BF16, device="cuda").requires_grad_() for _ in range(3)]
+@pytest.mark.parametrize("heads", (2, 8))
+def test_impossible_lengths_give_nan(backend, heads):
+    tensors = [torch.randn(3, 9, n, 64, dtype=BF16, device="cuda").requires_grad_() for n in (heads, 2, 2)]
     dout = torch.randn_like(tensors[0])
     out = flash_attn_func(*tensors, deterministic=True, backend=backend)
     want = out, *gradients(out, tensors, dout)

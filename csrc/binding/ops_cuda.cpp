@@ -142,20 +142,20 @@ Tensor letters(const std::string& text) {
 
 std::tuple<Tensor, Tensor> gpu_plan(int64_t device, int64_t dtype, int64_t dim, int64_t dim_v, int64_t variant,
                                     int64_t keys, int64_t block_rows, int64_t block_keys, bool has_window,
-                                    bool reachable, int64_t family) {
+                                    bool reachable, int64_t family, int64_t queries, int64_t group) {
   FLASH_CHECK(dtype >= 0 && dtype <= static_cast<int64_t>(DataType::kBFloat16), "dtype must be in [0, 3], is ", dtype);
   FLASH_CHECK(variant >= 0 && variant <= 3, "variant must be in [0, 3], is ", variant);
   const gpu::Plan plan =
       gpu::plan({static_cast<DataType>(dtype), dim, dim_v, static_cast<Variant>(variant), keys, block_rows, block_keys,
-                 has_window, reachable, static_cast<Family>(checked_family(family))},
+                 has_window, reachable, static_cast<Family>(checked_family(family)), queries, group},
                 static_cast<int>(device));
-  std::array<int64_t, 6> values{};
+  std::array<int64_t, 7> values{};
   if (plan.choice) {
     const KernelKey key = plan.choice->key;
-    const TileSize tile = fwd_tile_size(*plan.choice);
+    const TileSize tile = fwd_tile_size(*plan.choice, group);
     values = {
-        static_cast<int64_t>(key.arch),      key.head_dim, static_cast<int64_t>(key.variant), tile.rows, tile.keys,
-        static_cast<int64_t>(family_of(key))};
+        static_cast<int64_t>(key.arch),       key.head_dim, static_cast<int64_t>(key.variant), tile.rows, tile.keys,
+        static_cast<int64_t>(family_of(key)), tile.queries};
   }
   const std::array<int64_t, 1> count{plan.choice ? static_cast<int64_t>(values.size()) : 0};
   const Tensor numbers = torch::stable::empty(count, torch::headeronly::ScalarType::Long);

@@ -35,10 +35,12 @@ STABLE_TORCH_LIBRARY(flash_attn, m) {
   // one that is used then.
   m.def("cpu_limit_instruction_set(int most) -> int");
   // What a call would use on a GPU (dtype in the order of DataType, variant of Variant): numbers (arch, head dim, variant,
-  // tile rows, tile keys, family), or none and the letters of the reason. block_*: of a block mask; 0: there is none.
+  // tile rows, tile keys, family, queries that the rows are of), or none and the letters of the reason. block_*: of a block
+  // mask; 0: there is none. queries: of the longest sequence; group: query heads of a key head.
   m.def(
       "gpu_plan(int device, int dtype, int dim, int dim_v, int variant, int keys, int block_rows=0, int block_keys=0, "
-      "bool has_window=False, bool reachable=True, int family=0) -> (Tensor numbers, Tensor reason)");
+      "bool has_window=False, bool reachable=True, int family=0, int queries=0, int group=1) -> (Tensor numbers, "
+      "Tensor reason)");
   // Whether q, k and v lie so that wgmma kernels can read them: gpu_plan's `reachable`.
   m.def("gpu_is_reachable(Tensor q, Tensor k, Tensor v) -> bool");
   // For tests: as if GPUs had no more than this capability (10 · major + minor) and shared memory; 0 = no limit.

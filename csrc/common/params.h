@@ -129,7 +129,7 @@ struct AttentionParams {
   const void* sink = nullptr;  // (heads,): fp64 for fp64 inputs, else fp32
   Dropout dropout;
 
-  FLASH_HOST_DEVICE int64_t group() const { return heads / heads_k; }
+  FLASH_HOST_DEVICE int64_t group() const { return heads / heads_k; }  // 0 where there are no heads
 };
 
 struct FwdParams : AttentionParams {

@@ -164,7 +164,7 @@ Plan plan(const Request& request, int device) {
 
 std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, void* stream,
                     Family family, const Allocate& allocate) {
-  const Request request = request_of(params, variant_of(params), max_rows_k, family);
+  const Request request = request_of(params, variant_of(params), max_rows_q, max_rows_k, family);
   Plan found = plan(request, device);
   if (!found.choice) return found.reason;
   const Card card = card_of(device);
@@ -186,7 +186,7 @@ std::string forward(const FwdParams& params, int64_t max_rows_q, int64_t max_row
 
 BwdPlan plan_backward(const BwdParams& params, int64_t max_rows_q, int64_t max_rows_k, int device, bool takes_turns) {
   const Card card = card_of(device);
-  const Request request = request_of(params, bwd_variant_of(params), max_rows_k);
+  const Request request = request_of(params, bwd_variant_of(params), max_rows_q, max_rows_k);
   std::optional<Choice> choice = choose_kernel(kBwdKeys, request, card, choose_bwd_tile);
   if (!choice)
     return {choice,

@@ -29,8 +29,9 @@ struct FwdLaunch {
   bool vectorised_qk = false;  // rows can be copied 16 bytes at a time
   bool vectorised_v = false;
   bool vectorised_out = false;
-  int64_t max_rows_q = 0;       // rows of a sequence that the grid covers
-  BlockTiles tiles;             // of rows
+  int packed_queries = 0;  // of a warpgroup whose rows are all heads of a group; 0: its rows are queries of one head
+  int64_t max_rows_q = 0;  // rows of a sequence that the grid covers
+  BlockTiles tiles;        // of rows
   uint32_t* counter = nullptr;  // of tiles, in the call's memory and zero; null: the kernel's own
 };
 

@@ -8,28 +8,9 @@
 
 #include "expect.h"
 #include "gpu/plan.h"
+#include "gpu_cards.h"
 
 using namespace flash;
-
-static constexpr int kDims[] = {32, 64, 96, 128, 192, 256};
-static constexpr Variant kVariants[] = {Variant::plain, Variant::dropout, Variant::modified, Variant::biased};
-
-static std::vector<KernelKey> all_keys() {
-  std::vector<KernelKey> keys;
-  for (int dim : kDims)
-    for (Variant variant : kVariants) {
-      keys.push_back({Arch::sm75, DataType::kFloat16, dim, variant});
-      keys.push_back({Arch::sm80, DataType::kFloat16, dim, variant});
-      keys.push_back({Arch::sm80, DataType::kBFloat16, dim, variant});
-    }
-  return keys;
-}
-
-// Capability, shared memory of a CTA and of an SM.
-static constexpr Card kT4{75, 64 << 10, 64 << 10, 4 << 20}, kA100{80, 163 << 10, 164 << 10, 40 << 20},
-    kRtx3090{86, 99 << 10, 100 << 10, 6 << 20}, kH200{90, 227 << 10, 228 << 10, 60 << 20},
-    kRtx5090{120, 99 << 10, 100 << 10, 96 << 20}, kB200{100, 227 << 10, 228 << 10, 126 << 20},
-    kRtx4090{89, 99 << 10, 100 << 10, 72 << 20};
 
 static void test_every_request_fits() {
   const std::vector<KernelKey> keys = all_keys();
@@ -199,7 +180,7 @@ static void test_launch() {
   p.window.causal = true;
   for (int64_t keys : {1, 1000, 100000, 10000000}) {
     p.rows_k.rows = keys;
-    const uint32_t group = head_group(p, 60 << 20);
+    const uint32_t group = head_group(p, p.rows_k.rows, 60 << 20);
     EXPECT(group >= 4 && group <= 32);
   }
 }
@@ -237,160 +218,6 @@ static void test_blocks() {
   p.rows_k.leftpad = {pads, true};  // blocks lie otherwise in each sequence
   EXPECT(make_launch(p, choice, 300, 700, 60 << 20)->tiles.planes == 6 && variant_of(p) == Variant::biased);
   EXPECT(!make_launch(p, choice, 300, int64_t{64} << 15, 60 << 20));  // more tiles than a step can pass
-}
-
-static std::vector<KernelKey> keys_with_wgmma() {
-  std::vector<KernelKey> keys = all_keys();
-  for (int dim : {64, 96, 128, 192, 256})
-    for (Variant variant : {Variant::plain, Variant::dropout, Variant::modified})
-      for (DataType dtype : {DataType::kFloat16, DataType::kBFloat16})
-        keys.push_back({Arch::sm90, dtype, dim, variant});
-  return keys;
-}
-
-// Hopper's kernels on Hopper alone, for what they have; mma_sync's for all else, as without them.
-static void test_families() {
-  const std::vector<KernelKey> old = all_keys(), keys = keys_with_wgmma();
-  for (const Card& card : {kT4, kA100, kRtx3090, kRtx4090, kH200, kB200, kRtx5090})
-    for (int64_t dim = 1; dim <= 256; ++dim)
-      for (Variant variant : kVariants)
-        for (int64_t length : {0, 512, 10000, 100000})
-          for (bool reachable : {false, true})
-            for (bool window : {false, true}) {
-              Request request{DataType::kFloat16, dim, dim, variant, length, 0, 0, window, reachable};
-              const bool hopper = card.capability == 90 && reachable && variant != Variant::biased;
-              const auto choice = choose_kernel(keys, request, card);
-              EXPECT(choice && family_of(choice->key) == (hopper ? Family::wgmma : Family::mma_sync));
-              EXPECT((refusal_of_wgmma(request, card) == nullptr) == hopper);
-              request.family = Family::wgmma;
-              const auto forced = choose_kernel(keys, request, card);
-              EXPECT(forced.has_value() == hopper);
-              EXPECT(!choose_kernel(old, request, card));
-              if (hopper) {
-                EXPECT(forced->key == choice->key && forced->tile == choice->tile);
-                const wgmma::Tile tile = wgmma::fwd_tiles(choice->key)[choice->tile];
-                EXPECT(choice->key.variant == variant && choice->key.head_dim >= dim);
-                EXPECT(choice->key.head_dim == 64 || choice->key.head_dim - dim < 64);
-                EXPECT(tile.warpgroups > 0 && tile.shared_bytes(choice->key.head_dim) <= card.block_shared);
-                EXPECT((window ? tile.from_keys_of_windows : tile.from_keys) <= length);
-                EXPECT(fwd_tile_size(*choice).rows == tile.rows() && fwd_tile_size(*choice).keys == tile.keys);
-              }
-              request.family = Family::mma_sync;
-              const auto other = choose_kernel(keys, request, card);
-              request.family = Family::any;
-              const auto without = choose_kernel(old, request, card);
-              EXPECT(other && without && other->key == without->key && other->tile == without->tile);
-              const mma_sync::Tile tile = mma_sync::fwd_tiles(other->key)[other->tile];
-              EXPECT(fwd_tile_size(*other).rows == tile.rows && fwd_tile_size(*other).keys == tile.keys);
-            }
-  // Backward has one family, whatever the table says, and a card with too little memory its kernels of mma_sync.
-  for (int dim : kDims) {
-    const Request request{DataType::kFloat16, dim, dim, Variant::plain, 1000};
-    const auto backward = choose_kernel(keys, request, kH200, choose_bwd_tile);
-    EXPECT(backward && family_of(backward->key) == Family::mma_sync);
-    const auto forward = choose_kernel(keys, request, {90, 48 << 10, 49 << 10, 60 << 20});
-    EXPECT(!forward || family_of(forward->key) == Family::mma_sync);
-  }
-}
-
-// Longer sequences, with and without a diagonal, get the tiles that are made for them.
-static void test_wgmma_lengths() {
-  for (const KernelKey& key : keys_with_wgmma()) {
-    if (family_of(key) != Family::wgmma) continue;
-    const wgmma::Tiles tiles = wgmma::fwd_tiles(key);
-    for (int64_t length : {0, 1, 4096, 8191, 8192, 16383, 16384, 1 << 20})
-      for (bool window : {false, true}) {
-        int first = 0;
-        while ((window ? tiles[first].from_keys_of_windows : tiles[first].from_keys) > length) ++first;
-        const Request request{key.dtype, key.head_dim, key.head_dim, key.variant, length, 0, 0, window};
-        EXPECT(choose_kernel(keys_with_wgmma(), request, kH200)->tile == first);
-      }
-  }
-}
-
-static void test_wgmma_blocks() {
-  for (int dim : {64, 96, 128, 192, 256})
-    for (Variant variant : kVariants)
-      for (int64_t rows : {16, 64, 128, 192, 256})
-        for (int64_t of_block : {16, 64, 96, 128, 256})
-          for (int64_t length : {100, 100000}) {
-            const Request request{DataType::kBFloat16, dim, dim, variant, length, rows, of_block};
-            const auto choice = choose_kernel(keys_with_wgmma(), request, kH200);
-            EXPECT(choice);
-            const TileSize tile = fwd_tile_size(*choice);
-            const bool whole = rows % tile.rows == 0 && of_block % tile.keys == 0;
-            EXPECT(whole || choice->key.variant == Variant::biased);
-            if (family_of(choice->key) == Family::wgmma) EXPECT(whole && variant != Variant::biased);
-            // No tile of theirs has 64 rows; all have one for blocks of 128 or 256.
-            if (rows <= 64) EXPECT(family_of(choice->key) == Family::mma_sync);
-            if (rows == of_block && rows >= 128 && variant != Variant::biased)
-              EXPECT(family_of(choice->key) == Family::wgmma);
-          }
-  FwdParams p;
-  p.batch = 2, p.heads = p.heads_k = 2, p.dim = p.dim_v = 128;
-  p.rows_q.rows = 300, p.rows_k.rows = 700;
-  const int32_t kind = 1;
-  p.block_mask.kinds = &kind;
-  p.block_mask.rows = p.block_mask.keys = 128;
-  p.dtype = DataType::kBFloat16;
-  for (Operand* x : {&p.q, &p.k, &p.v}) *x = {nullptr, 700 * 256, 256, 128};
-  const auto half = choose_kernel(keys_with_wgmma(), request_of(p, Variant::plain, 700), kH200);
-  EXPECT(half && family_of(half->key) == Family::wgmma);
-  const TileSize tile = fwd_tile_size(*half);
-  const auto launch = make_launch(p, *half, 300, 700, kH200.l2_bytes);
-  EXPECT(launch->blocks == 2 * 2 * divide_up(300, tile.rows) && launch->tile == half->tile);
-  EXPECT(launch->tiles.own_tiles == divide_up(300, tile.rows) &&
-         launch->tiles.other_tiles == divide_up(700, tile.keys));
-}
-
-// What a tensor map can describe. Strides of axes that have no second element decide nothing.
-static void test_tma() {
-  FwdParams p;
-  p.batch = 3, p.heads = 4, p.heads_k = 2, p.dim = p.dim_v = 64;
-  p.rows_q.rows = p.rows_k.rows = 100;
-  for (Operand* x : {&p.q, &p.k, &p.v}) *x = {nullptr, 100 * 4 * 64, 4 * 64, 64};
-  const auto with = [&p](auto change) {
-    FwdParams other = p;
-    change(other);
-    const bool reachable = is_reachable_by_tma(other);
-    EXPECT(request_of(other, Variant::plain, 100).reachable_by_tma == reachable);
-    return reachable;
-  };
-  constexpr int64_t kFar = int64_t{1} << 39;
-  static constexpr int32_t kOffsets[] = {0, 50, 60, 100};
-  EXPECT(with([](FwdParams&) {}));
-  for (Operand AttentionParams::* x : {&AttentionParams::q, &AttentionParams::k, &AttentionParams::v})
-    for (int64_t Operand::* stride : {&Operand::batch_stride, &Operand::row_stride, &Operand::head_stride}) {
-      for (int64_t value : {int64_t{0}, int64_t{-64}, int64_t{36}, kFar, 2 * kFar})
-        EXPECT(!with([&](FwdParams& o) { o.*x.*stride = value; }));
-      EXPECT(with([&](FwdParams& o) { o.*x.*stride = kFar - 8; }));
-    }
-  for (int64_t value : {int64_t{0}, int64_t{-64}, kFar}) {
-    EXPECT(with([&](FwdParams& o) { o.batch = 1, o.q.batch_stride = o.k.batch_stride = value; }));
-    EXPECT(with([&](FwdParams& o) { o.rows_k.rows = 1, o.k.row_stride = o.v.row_stride = value; }));
-    EXPECT(!with([&](FwdParams& o) { o.rows_q.rows = 1, o.k.row_stride = value; }));
-    EXPECT(with([&](FwdParams& o) { o.heads_k = 1, o.k.head_stride = value; }));
-    EXPECT(!with([&](FwdParams& o) { o.heads_k = 1, o.q.head_stride = value; }));
-    EXPECT(with([&](FwdParams& o) {
-      o.q.batch_stride = o.v.batch_stride = value;
-      o.rows_q.cu_seqlens = o.rows_k.cu_seqlens = {kOffsets, false};
-    }));
-  }
-  for (int64_t FwdParams::* size : {&FwdParams::batch, &FwdParams::heads, &FwdParams::dim, &FwdParams::dim_v})
-    EXPECT(!with([&](FwdParams& o) { o.*size = 0; }));
-  EXPECT(!with([](FwdParams& o) { o.rows_q.rows = 0; }) && !with([](FwdParams& o) { o.rows_k.rows = 0; }));
-  EXPECT(!with([](FwdParams& o) { o.dim = 60; }) && !with([](FwdParams& o) { o.dim_v = 36; }));
-  EXPECT(!with([](FwdParams& o) { o.v.data = reinterpret_cast<void*>(8); }));
-  EXPECT(with([](FwdParams& o) { o.v.data = reinterpret_cast<void*>(16); }));
-  EXPECT(!with([](FwdParams& o) { o.rows_k.rows = int64_t{1} << 31; }));
-  for (bool causal : {false, true}) {
-    p.window = {};
-    p.window.causal = causal;
-    EXPECT(request_of(p, Variant::plain, 100).has_window == causal);
-  }
-  p.window = {false, false, -1, 7};
-  EXPECT(request_of(p, Variant::plain, 100, Family::wgmma).has_window);
-  EXPECT(request_of(p, Variant::plain, 100, Family::wgmma).family == Family::wgmma);
 }
 
 // Backward's key blocks in turns, a row block a step, on a card with so many places for CTAs: steps it takes until all
@@ -456,6 +283,21 @@ static void test_turns() {
             const auto launch = make_bwd_launch(p, {key, 0}, rows, keys, kH200.l2_bytes, true);
             steps_in_turns(p, *launch, tile.keys, tile.rows, sms);
           }
+  // Under a diagonal, as many heads as an H200's L2 cache holds what they share of.
+  const struct {
+    int64_t dim, rows;
+    uint32_t heads;
+  } kGroups[] = {{256, 16384, 1}, {256, 8192, 2}, {256, 4096, 4}, {128, 16384, 2}, {64, 16384, 4}, {64, 512, 32}};
+  for (const auto& [dim, rows, heads] : kGroups) {
+    BwdParams p;
+    p.batch = 1, p.heads = p.heads_k = 16, p.dim = p.dim_v = dim;
+    p.rows_q.rows = p.rows_k.rows = rows;
+    p.window.causal = true;
+    EXPECT(bwd_head_group(p, rows, rows, true, kH200.l2_bytes) == heads);
+    EXPECT(bwd_head_group(p, rows, rows, false, kH200.l2_bytes) == head_group(p, rows, kH200.l2_bytes));
+    p.rows_q.rows = p.rows_k.rows = 100 * rows;  // of packed sequences, of which none is longer
+    EXPECT(bwd_head_group(p, rows, rows, true, kH200.l2_bytes) == heads);
+  }
   // On an H200 waiting takes little.
   constexpr int kSms = 132;
   for (bool causal : {false, true})
@@ -484,10 +326,6 @@ int main() {
   test_divisor();
   test_order();
   test_launch();
-  test_families();
-  test_wgmma_lengths();
-  test_wgmma_blocks();
-  test_tma();
   test_turns();
   std::printf("%ld checks\n", checks);
 }

@@ -248,8 +248,11 @@ __global__ void __launch_bounds__(kThreads, kCtas)
       if (!work.blocks.is_full(n))
         hide_blocks(rS, place(), p.block_mask, launch.tiles, work.sequence, work.tile.head, first_key);
     }
-    if (n < work.full_begin || n >= work.full_end)
-      hide_unseen(rS, place(), DiagonalInterval(work.visibility, place().row), first_key);
+    if (n < work.full_begin || n >= work.full_end) {
+      const DiagonalInterval of_first(work.visibility, place().row);
+      hide_unseen(rS, first_key + place().column, place().keys,
+                  [&](int m, int half) { return of_first.below(16 * m + 8 * half); });
+    }
     float maxima[F::kM][2];
     bool raise = find_maxima(maxima, softmax, rS);
     if constexpr (F::kSplit == 2) {

@@ -48,18 +48,18 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t place) {
 #define FLASH_R32                                                                                        \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
   "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define FLASH_R40 \
+#define FLASH_R48 \
   FLASH_R32       \
   ", "            \
-  "%32, %33, %34, %35, %36, %37, %38, %39"
-#define FLASH_R48 \
-  FLASH_R40       \
-  ", "            \
-  "%40, %41, %42, %43, %44, %45, %46, %47"
-#define FLASH_R64 \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define FLASH_R56 \
   FLASH_R48       \
   ", "            \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  "%48, %49, %50, %51, %52, %53, %54, %55"
+#define FLASH_R64 \
+  FLASH_R56       \
+  ", "            \
+  "%56, %57, %58, %59, %60, %61, %62, %63"
 #define FLASH_R96                                                                                        \
   FLASH_R64                                                                                              \
   ", "                                                                                                   \
@@ -73,8 +73,8 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t place) {
 #define FLASH_D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define FLASH_D8(n) FLASH_D4(n), FLASH_D4(n + 1)
 #define FLASH_D32(n) FLASH_D8(n), FLASH_D8(n + 2), FLASH_D8(n + 4), FLASH_D8(n + 6)
-#define FLASH_D40(n) FLASH_D32(n), FLASH_D8(n + 8)
-#define FLASH_D48(n) FLASH_D40(n), FLASH_D8(n + 10)
+#define FLASH_D48(n) FLASH_D32(n), FLASH_D8(n + 8), FLASH_D8(n + 10)
+#define FLASH_D56(n) FLASH_D48(n), FLASH_D8(n + 12)
 #define FLASH_D64(n) FLASH_D32(n), FLASH_D32(n + 8)
 #define FLASH_D96(n) FLASH_D64(n), FLASH_D32(n + 16)
 #define FLASH_D128(n) FLASH_D96(n), FLASH_D32(n + 24)
@@ -92,10 +92,10 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t place) {
                                                                 ", p, 1, 1, 1;}"                                       \
                : FLASH_D##registers(0)                                                                                 \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
-#define FLASH_WGMMA_ALL_SHARED(type)            \
-  FLASH_WGMMA_SHARED(64, type, 32, 32, 33, 34); \
-  FLASH_WGMMA_SHARED(80, type, 40, 40, 41, 42); \
-  FLASH_WGMMA_SHARED(96, type, 48, 48, 49, 50); \
+#define FLASH_WGMMA_ALL_SHARED(type)             \
+  FLASH_WGMMA_SHARED(64, type, 32, 32, 33, 34);  \
+  FLASH_WGMMA_SHARED(96, type, 48, 48, 49, 50);  \
+  FLASH_WGMMA_SHARED(112, type, 56, 56, 57, 58); \
   FLASH_WGMMA_SHARED(128, type, 64, 64, 65, 66)
 #define FLASH_WGMMA_ALL_REGISTERS(type)                           \
   FLASH_WGMMA_REGISTERS(64, type, 32, 32, 33, 34, 35, 36, 37);    \
@@ -108,7 +108,7 @@ __device__ __forceinline__ uint64_t wgmma_operand(uint32_t place) {
 template <DataType kType, int kN, int kTiles>
 __device__ __forceinline__ void wgmma_rows(float (&d)[kTiles][4], uint32_t a_place, uint32_t b_place, bool accumulate) {
   const uint64_t a = wgmma_operand(a_place), b = wgmma_operand(b_place);
-  static_assert(kTiles * 8 == kN && (kN == 64 || kN == 80 || kN == 96 || kN == 128));
+  static_assert(kTiles * 8 == kN && (kN == 64 || kN == 96 || kN == 112 || kN == 128));
   if constexpr (kType == DataType::kBFloat16) {
     FLASH_WGMMA_ALL_SHARED("bf16");
   } else {
@@ -136,16 +136,16 @@ __device__ __forceinline__ void wgmma_columns(float (&d)[kTiles][4], const uint3
 #undef FLASH_D128
 #undef FLASH_D96
 #undef FLASH_D64
+#undef FLASH_D56
 #undef FLASH_D48
-#undef FLASH_D40
 #undef FLASH_D32
 #undef FLASH_D8
 #undef FLASH_D4
 #undef FLASH_R128
 #undef FLASH_R96
 #undef FLASH_R64
+#undef FLASH_R56
 #undef FLASH_R48
-#undef FLASH_R40
 #undef FLASH_R32
 
 // The registers that each thread of this warpgroup may use from here on.

@@ -115,11 +115,11 @@ __device__ __forceinline__ void store_rows(uint32_t tile, uint16_t* out, const H
 }
 
 // A warp's O, times a factor of each row, goes from registers to the tensor, whose rows are vectorised: four lanes that
-// share a row change their pairs of columns for 16 bytes of one n8 tile each. `out`: this lane's row `row` of the `rows` that
-// there are; the other is 8 below.
+// share a row change their pairs of columns for 16 bytes of one n8 tile each. `row_of(half)`: where this
+// lane's two rows are; `is_there(half)`: whether they are.
 template <DataType kType, int kO>
-__device__ __forceinline__ void store_fragments(uint16_t* out, int64_t row_stride, int dim, const float (&rO)[kO][4],
-                                                const float (&factor)[2], int row, int rows, int lane) {
+__device__ __forceinline__ void store_fragments(int dim, const float (&rO)[kO][4], const float (&factor)[2], int lane,
+                                                const auto& row_of, const auto& is_there) {
   static_assert(kO % 4 == 0);
   const bool odd = (lane & 1) != 0, upper = (lane & 2) != 0;
   const auto swap = [](uint32_t& a, uint32_t& b, bool first_of_both, int distance) {
@@ -127,11 +127,10 @@ __device__ __forceinline__ void store_fragments(uint16_t* out, int64_t row_strid
     (first_of_both ? a : b) = other;
   };
   const int columns = dim - lane % 4 * 8;
-  out += lane % 4 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint16_t* target = out + 8 * half * row_stride;
-    const int there = row + 8 * half < rows ? columns : 0;
+    uint16_t* target = row_of(half) + lane % 4 * 8;
+    const int there = is_there(half) ? columns : 0;
 #pragma unroll
     for (int n = 0; n < kO; n += 4) {
       uint32_t x[4];

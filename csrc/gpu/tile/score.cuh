@@ -42,19 +42,18 @@ __device__ __forceinline__ uint32_t columns_before(int end) {
   return __funnelshift_lc(~0u, 0u, 2 * (from_0 >> 3) + min(from_0 & 7, 2));  // so many ones, 32 at most
 }
 
-// S = -inf where a row does not see a key. `first_key` is that of the tile. What is seen are bits of one register, which
-// become predicates seven at a time; a difference and a comparison for each element are more instructions.
+// S = -inf where a row does not see a key. `first_column`: this thread's first key; `keys`: of the sequence;
+// `seen_by(m, half)`: the DiagonalInterval of one of its rows. What is seen are bits of one register, which become predicates
+// seven at a time; a difference and a comparison for each element are more instructions.
 template <int kM, int kN>
-__device__ __forceinline__ void hide_unseen(float (&rS)[kM][kN][4], const FragmentPlace& place,
-                                            const DiagonalInterval& diagonal, int first_key) {
-  const int first_column = first_key + place.column;
+__device__ __forceinline__ void hide_unseen(float (&rS)[kM][kN][4], int first_column, int keys, const auto& seen_by) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int below = 16 * m + 8 * half;
-      const int begin = max(0, diagonal.begin + below) - first_column;
-      const int end = min(place.keys, diagonal.end + below) - first_column;
+      const DiagonalInterval of_row = seen_by(m, half);
+      const int begin = max(0, of_row.begin) - first_column;
+      const int end = min(keys, of_row.end) - first_column;
 #pragma unroll
       for (int first = 0; first < kN; first += 16) {
         const uint32_t seen = columns_before(end - 8 * first) & ~columns_before(begin - 8 * first);

@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_value(float (&rO)[F::kO][4], const uint
 template <class F>
 __device__ __forceinline__ void finish_rows(float (&factor)[2], const FwdParams& p, const FwdLaunch& launch,
                                             const TileWork& work, const LazySoftmax& softmax, ScoreUnit unit,
-                                            int own_row, int lane) {
+                                            const QueryOfRow (&own_rows)[2], int lane) {
   float sum[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -90,38 +90,46 @@ __device__ __forceinline__ void finish_rows(float (&factor)[2], const FwdParams&
   // Lanes 0 and 1 of the four that share two rows have one each.
   const int half = lane & 1;
   const float reference = half == 0 ? softmax.reference[0][0] : softmax.reference[0][1];
-  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head];
+  const QueryOfRow row = half == 0 ? own_rows[0] : own_rows[1];
+  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head + row.head];
   const FinishedRow finished = finish_row(reference, half == 0 ? sum[0] : sum[1], sink, unit);
   if (p.sink != nullptr) {
     const float normalise = finished.normalise * (F::kDropout ? launch.keep_scale : 1.f);
     factor[0] = __shfl_sync(~0u, normalise, lane & ~1), factor[1] = __shfl_sync(~0u, normalise, lane | 1);
   }
-  const int row = own_row + lane / 4 + 8 * half;
-  if (lane % 4 < 2 && row < work.rows - work.first_row) work.store_statistics(row, finished.statistics);
+  if (lane % 4 < 2 && work.is_there(row)) work.store_statistics(p, row, finished.statistics);
 }
 
 template <class F>
 __device__ __forceinline__ void store_output(const FwdParams& p, const TileWork& work, const float (&rO)[F::kO][4],
-                                             const float (&factor)[2], int own_row, int lane) {
-  const int row = own_row + lane / 4;
-  store_fragments<F::kKey.dtype>(work.out + row * p.out.row_stride, p.out.row_stride, static_cast<int>(p.dim_v), rO,
-                                 factor, row, work.rows - work.first_row, lane);
+                                             const float (&factor)[2], const QueryOfRow (&own_rows)[2], int lane) {
+  uint16_t* const first = work.out_of(p, own_rows[0]);
+  const auto row_of = [&](int half) {
+    return F::kPacksHeads ? work.out_of(p, own_rows[half]) : first + 8 * half * p.out.row_stride;
+  };
+  store_fragments<F::kKey.dtype>(static_cast<int>(p.dim_v), rO, factor, lane, row_of,
+                                 [&](int half) { return work.is_there(own_rows[half]); });
 }
 
 // A tile whose rows see no key, or whose lengths cannot be.
 template <class F>
-__device__ __forceinline__ void store_special(const FwdParams& p, const TileWork& work, ScoreUnit unit, int thread,
-                                              int lane) {
+__device__ __forceinline__ void store_special(const FwdParams& p, const FwdLaunch& launch, const TileWork& work,
+                                              ScoreUnit unit, int thread, int lane) {
   if (work.state == TileWork::kImpossible) {
-    store_nan(p, work.batch, work.head, thread, F::kConsumers);
+    const int heads = F::kPacksHeads ? static_cast<int>(launch.group.value) : 1;
+#pragma unroll 1
+    for (int head = work.head; head < work.head + heads; ++head) store_nan(p, work.batch, head, thread, F::kConsumers);
     return;
   }
-  const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head];
-  const FinishedRow finished = finish_row(-INFINITY, 0, sink, unit);
 #pragma unroll 1
-  for (int row = thread / 32; row < min(work.rows - work.first_row, F::kRows); row += F::kConsumers / 32) {
-    for (int d = lane; d < p.dim_v; d += 32) work.out[row * p.out.row_stride + d] = 0;
-    if (lane == 0) work.store_statistics(row, finished.statistics);
+  for (int i = thread / 32; i < F::kRows; i += F::kConsumers / 32) {
+    const QueryOfRow row = query_of_row<F>(launch, i / 64, i % 64);
+    if (!work.is_there(row)) continue;
+    uint16_t* out = work.out_of(p, row);
+#pragma unroll 1
+    for (int d = lane; d < p.dim_v; d += 32) out[d] = 0;
+    const float sink = p.sink == nullptr ? -INFINITY : static_cast<const float*>(p.sink)[work.head + row.head];
+    if (lane == 0) work.store_statistics(p, row, finish_row(-INFINITY, 0, sink, unit).statistics);
   }
 }
 
@@ -148,6 +156,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     self.release(messages.k_empty[self.k.stage]), self.k.advance();
   };
   const auto read_block = [&] { block = *static_cast<volatile int*>(&messages.block[self.k.stage]); };
+  const int last_query = F::kPacksHeads ? (self.warpgroup + 1) * launch.packed_queries - 1 : 64 * self.warpgroup + 63;
   // Blocks behind the last key that this warpgroup's rows see, at the head of a tile's: they are passed over.
   // The last block of a tile is none of them, so that there is a first one.
   const auto pass_over_k = [&](const TileWork& work) {
@@ -155,7 +164,7 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     while (true) {
       self.wait(messages.k_full[self.k.stage], self.k.parity);
       read_block();
-      const int end = work.seen_end + 64 * self.warpgroup + 63;
+      const int end = work.seen_end + last_query;
       if ((block & (kHasHidden | kIsLast)) != kHasHidden || (block & kBlockNumber) * F::kKeys < end) return passed;
       release_k();
       ++passed;
@@ -190,12 +199,15 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     const TileWork& work = messages.tile[self.slot.stage];
     if (work.state != TileWork::kBlocks) {
       if (work.state == TileWork::kEnd) break;
-      store_special<F>(p, work, unit, static_cast<int>(threadIdx.x) % 128 + 128 * self.warpgroup, self.lane);
+      store_special<F>(p, launch, work, unit, static_cast<int>(threadIdx.x) % 128 + 128 * self.warpgroup, self.lane);
       self.release_tile();
       continue;
     }
     const auto place = [&] {
       return FragmentPlace{work.first_row + own_row + self.lane / 4, self.lane % 4 * 2, work.rows, work.keys};
+    };
+    const auto query_of = [&](int half) {
+      return query_of_row<F>(launch, self.warpgroup, 16 * self.warp + self.lane / 4 + 8 * half);
     };
     LazySoftmax softmax(unit);
     WarpDropout<1, F::kDropout ? F::kKeys : 0, (F::kConsumerRegisters > 112)> dropout;
@@ -210,9 +222,13 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
       const int first_key = (block & kBlockNumber) * F::kKeys;
       if constexpr (F::kModified)
         scale_and_modify(rS, place(), launch.scale, launch.softcap, slope, work.visibility.diagonal, first_key);
-      if ((block & kHasHidden) != 0)
-        hide_unseen(rS, place(), DiagonalInterval{work.seen_begin, work.seen_end}.below(own_row + self.lane / 4),
-                    first_key);
+      if ((block & kHasHidden) != 0) {
+        const auto place_of_first = place();
+        const DiagonalInterval of_first =
+            DiagonalInterval{work.seen_begin, work.seen_end}.below(F::kPacksHeads ? 0 : own_row + self.lane / 4);
+        hide_unseen(rS, first_key + place_of_first.column, place_of_first.keys,
+                    [&](int, int half) { return of_first.below(F::kPacksHeads ? query_of(half).query : 8 * half); });
+      }
     };
     const auto drop = [&] {
       if constexpr (F::kDropout)
@@ -291,11 +307,12 @@ __device__ __forceinline__ void consume(Consumer<F>& self, const FwdParams& p, c
     ask_for_score();  // of whatever is there, if there is no next one: a branch would make all products wait for each other
     ptx::wgmma_commit();
     float factor[2];
-    finish_rows<F>(factor, p, launch, work, softmax, unit, own_row, self.lane);
+    const QueryOfRow own_rows[2] = {query_of(0), query_of(1)};
+    finish_rows<F>(factor, p, launch, work, softmax, unit, own_rows, self.lane);
     ptx::wgmma_wait<1>();
     ptx::pin(rO[0]);
     release_v();
-    store_output<F>(p, work, rO[0], factor, own_row, self.lane);
+    store_output<F>(p, work, rO[0], factor, own_rows, self.lane);
     self.release_tile();
     ptx::wgmma_wait<0>();
     ptx::pin(rS[0]);
@@ -333,6 +350,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int team = 0; team < F::kTeams; ++team) init_messages(TeamMemory<F>(shared, team));
     ptx::mbarrier_init_fence();
   }
+  if constexpr (F::kPacksHeads) {
+    // Rows that are left over of a warpgroup's keep these zeros.
+    for (int team = 0; team < F::kTeams; ++team)
+      for (int i = threadIdx.x; i < F::kStagesQ * F::kBytesQ / 16; i += kThreads)
+        ptx::store_shared_16(TeamMemory<F>(shared, team).begin + TeamMemory<F>::kQ + 16 * i, uint4{});
+    ptx::async_proxy_fence();
+  }
   __syncthreads();  // all barriers are there
 
   const auto warp_of_warpgroup = [] { return __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32 % 4), 0); };
@@ -342,7 +366,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp >= 2 * F::kTeams) return;
     const TeamMemory<F> memory(shared, team);
     if (warp % 2 == 0)
-      Loader<F>{p, maps, memory, ptx::elect_one()}.run();
+      Loader<F>{p, launch, maps, memory, ptx::elect_one()}.run();
     else if (ptx::elect_one())
       schedule<F>(p, launch, counter, memory, team);
     return;
@@ -392,7 +416,7 @@ int launch_tile(const FwdParams& params, const FwdLaunch& launch, void* given_st
     return error;
   if (!launch.vectorised_out) return cudaErrorInvalidValue;  // as V is, O is
   TensorMaps maps;
-  if (!make_tensor_maps(maps, params, F::kKeys)) return cudaErrorInvalidValue;
+  if (!make_tensor_maps(maps, params, F::kKeys, launch.packed_queries)) return cudaErrorInvalidValue;
   uint32_t* counter = launch.counter != nullptr ? launch.counter : counters_of(stream, launch.device);
   const bool is_borrowed = counter == nullptr;
   if (is_borrowed) {

@@ -38,13 +38,19 @@ __device__ __forceinline__ bool find_lengths(TileWork& work, const FwdParams& p,
   return possible;
 }
 
+template <class F>
+__device__ __forceinline__ int queries_of_tile(const FwdLaunch& launch) {
+  return F::kPacksHeads ? F::kWarpgroups * launch.packed_queries : F::kRows;
+}
+
 // The tile of this index. False: no such rows. What is known goes to shared memory at once: there are few registers.
 template <class F>
 __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, const FwdLaunch& launch, uint32_t index) {
   {
     const TileIndex tile = launch.late_order.tile(index);
-    work.batch = static_cast<int>(tile.batch), work.head = static_cast<int>(tile.head);
-    work.first_row = tile.m_block * F::kRows;
+    const auto head = static_cast<int>(tile.head), group = static_cast<int>(launch.group.value);
+    work.batch = static_cast<int>(tile.batch), work.head = F::kPacksHeads ? head * group : head;
+    work.first_row = tile.m_block * queries_of_tile<F>(launch);
   }
   ptx::forget_memory();
   work.head_k = static_cast<int>(launch.group.divide(static_cast<uint32_t>(work.head)));
@@ -64,7 +70,7 @@ __device__ __forceinline__ bool describe(TileWork& work, const FwdParams& p, con
   if constexpr (F::kDropout)
     if (p.dropout.given()) work.dropout = dropout_stream(p.dropout.seed, work.sequence.index, work.head);
   ptx::forget_memory();
-  const Range rows{work.first_row, min(work.rows, work.first_row + F::kRows)};
+  const Range rows{work.first_row, min(work.rows, work.first_row + queries_of_tile<F>(launch))};
   {
     const DiagonalInterval seen(work.visibility, work.first_row);
     work.seen_begin = seen.begin, work.seen_end = seen.end;
@@ -132,6 +138,7 @@ __device__ __forceinline__ void schedule(const FwdParams& p, const FwdLaunch& la
 template <class F>
 struct Loader {
   const FwdParams& p;
+  const FwdLaunch& launch;
   const TensorMaps& maps;
   const TeamMemory<F>& memory;
   bool elected;
@@ -183,20 +190,26 @@ struct Loader {
     v.advance();
   }
 
-  // The tile's rows, 64 after 64.
+  // The tile's rows, a warpgroup's after the other's.
   __device__ __forceinline__ void load_q(const TileWork& work) {
     ptx::mbarrier_wait(memory.address(messages.q_empty[q.stage]), q.parity ^ 1);
-    const int row = work.first_q, head = work.head, batch = work.batch_q;
+    const int row = work.first_q, head = F::kPacksHeads ? work.head_k : work.head, batch = work.batch_q;
     if (elected) {
       const uint32_t barrier = memory.address(messages.q_full[q.stage]);
-      ptx::mbarrier_arrive_expecting(barrier, F::kBytesQ);
+      const int queries = F::kPacksHeads ? launch.packed_queries : 64;
+      ptx::mbarrier_arrive_expecting(
+          barrier, F::kPacksHeads ? F::kBytesQ / 64 * queries * static_cast<int>(launch.group.value) : F::kBytesQ);
 #pragma unroll
       for (int i = 0; i < F::kWarpgroups; ++i)
 #pragma unroll
-        for (int panel = 0; panel < F::kPanels; ++panel)
-          ptx::tma_load(
-              memory.begin + memory.kQ + q.stage * F::kBytesQ + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ,
-              &maps.q, barrier, panel * kPanelColumns, row + 64 * i, head, batch);
+        for (int panel = 0; panel < F::kPanels; ++panel) {
+          const uint32_t at =
+              memory.begin + memory.kQ + q.stage * F::kBytesQ + i * F::kBytesOfWarpgroup + panel * F::kPanelBytesQ;
+          if constexpr (F::kPacksHeads)
+            ptx::tma_load_groups(at, &maps.q, barrier, panel * kPanelColumns, row + queries * i, head, batch);
+          else
+            ptx::tma_load(at, &maps.q, barrier, panel * kPanelColumns, row + queries * i, head, batch);
+        }
     }
     q.advance();
   }

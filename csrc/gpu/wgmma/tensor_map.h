@@ -31,22 +31,29 @@ inline decltype(&cuTensorMapEncodeTiled) encode_function() {
   return function;
 }
 
-// Axes of the tensor in the order of ptx::tma_load.
-inline bool encode(CUtensorMap& map, DataType type, const Operand& x, int64_t dim, int64_t rows, int64_t heads,
-                   int64_t batches, int box_rows) {
+// An axis behind that of the head dim.
+struct Axis {
+  int64_t size, stride;
+  int of_box = 1;
+};
+
+// Axes in the order of ptx::tma_load, or of tma_load_groups.
+template <size_t kAxes>
+bool encode(CUtensorMap& map, DataType type, void* data, int64_t dim, const Axis (&axes)[kAxes]) {
   const auto encode_tiled = encode_function();
   if (encode_tiled == nullptr) return false;
-  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(dim), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batches)};
-  // An axis of one has no stride worth its name.
-  const auto bytes = [](int64_t stride, int64_t size) -> cuuint64_t { return size > 1 ? 2 * stride : 16; };
-  const cuuint64_t strides[3] = {bytes(x.row_stride, rows), bytes(x.head_stride, heads),
-                                 bytes(x.batch_stride, batches)};
-  const cuuint32_t box[4] = {kPanelColumns, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[4] = {1, 1, 1, 1};
-  return encode_tiled(&map,
-                      type == DataType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                      4, x.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  cuuint64_t sizes[kAxes + 1] = {static_cast<cuuint64_t>(dim)}, strides[kAxes];
+  cuuint32_t box[kAxes + 1] = {kPanelColumns}, steps[kAxes + 1] = {1};
+  for (size_t i = 0; i < kAxes; ++i) {
+    sizes[i + 1] = static_cast<cuuint64_t>(axes[i].size);
+    // An axis of one has no stride worth its name.
+    strides[i] = axes[i].size > 1 ? static_cast<cuuint64_t>(2 * axes[i].stride) : 16;
+    box[i + 1] = static_cast<cuuint32_t>(axes[i].of_box), steps[i + 1] = 1;
+  }
+  return encode_tiled(
+             &map, type == DataType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+             kAxes + 1, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 // Whether a sequence may end, or begin, elsewhere than its tensor.
@@ -54,14 +61,25 @@ FLASH_HOST_DEVICE bool has_lengths(const RowLayout& rows) {
   return rows.cu_seqlens.given() || rows.seqused.given() || rows.leftpad.given();
 }
 
-// False: the driver refuses.
-inline bool make_tensor_maps(TensorMaps& maps, const FwdParams& p, int keys) {
+// `packed_queries`: as in FwdLaunch. False: the driver refuses.
+inline bool make_tensor_maps(TensorMaps& maps, const FwdParams& p, int keys, int packed_queries) {
   const auto batches = [&](const RowLayout& rows) { return rows.cu_seqlens.given() ? 1 : p.batch; };
   const auto of_keys = [&](CUtensorMap& map, const Operand& x, int64_t dim, int box_rows) {
-    return encode(map, p.dtype, x, dim, p.rows_k.rows, p.heads_k, batches(p.rows_k), box_rows);
+    return encode(
+        map, p.dtype, x.data, dim,
+        {{p.rows_k.rows, x.row_stride, box_rows}, {p.heads_k, x.head_stride}, {batches(p.rows_k), x.batch_stride}});
   };
-  bool made = encode(maps.q, p.dtype, p.q, p.dim, p.rows_q.rows, p.heads, batches(p.rows_q), 64) &&
-              of_keys(maps.k, p.k, p.dim, keys) && of_keys(maps.v, p.v, p.dim_v, keys);
+  const Operand& q = p.q;
+  const Axis batches_q{batches(p.rows_q), q.batch_stride};
+  const auto group = static_cast<int>(p.group());
+  bool made = packed_queries == 0 ? encode(maps.q, p.dtype, q.data, p.dim,
+                                           {{p.rows_q.rows, q.row_stride, 64}, {p.heads, q.head_stride}, batches_q})
+                                  : encode(maps.q, p.dtype, q.data, p.dim,
+                                           {{group, q.head_stride, group},
+                                            {p.rows_q.rows, q.row_stride, packed_queries},
+                                            {p.heads_k, group * q.head_stride},
+                                            batches_q});
+  made = made && of_keys(maps.k, p.k, p.dim, keys) && of_keys(maps.v, p.v, p.dim_v, keys);
   if (has_lengths(p.rows_k))
     made = made && of_keys(maps.k_eight, p.k, p.dim, 8) && of_keys(maps.v_eight, p.v, p.dim_v, 8) &&
            of_keys(maps.k_one, p.k, p.dim, 1) && of_keys(maps.v_one, p.v, p.dim_v, 1);

@@ -29,12 +29,14 @@ struct Fwd {
   static constexpr int kStagesQ = kTile.q_stages, kStages = kTile.kv_stages;
   static constexpr bool kDropout = kKey.variant >= Variant::dropout;
   static constexpr bool kModified = kKey.variant >= Variant::modified;
+  static constexpr bool kPacksHeads = kTile.packs_heads;
   // The registers at launch are all there is: so many for each thread, a multiple of eight.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
   static constexpr int kProducerRegisters = kTeams * kWarpgroups == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters =
       (kLaunchRegisters * kThreads - 128 * kProducerRegisters) / (kTeams * kConsumers) / 8 * 8;
-  static_assert(kTeams <= 2);  // of the loading warpgroup, each has two warps
+  static_assert(!kPacksHeads || !kDropout);  // what a head has of its own but the sink, rows do not ask for
+  static_assert(kTeams <= 2);                // of the loading warpgroup, each has two warps
   // V of a tile's last block is still held while blocks of the next are passed over (fwd.cuh), and each of those takes a
   // buffer: the first warpgroup passes over as many as this.
   static_assert(64 * (kWarpgroups - 1) <= kStages * kKeys);
@@ -51,12 +53,28 @@ struct Ring {
   }
 };
 
+inline constexpr int kNoQuery = 1 << 29;  // behind all of them
+
+// Which of a tile's queries, and of which of the heads that it has, a row of a warpgroup is.
+struct QueryOfRow {
+  int query, head;
+};
+
+template <class F>
+__device__ __forceinline__ QueryOfRow query_of_row(const FwdLaunch& launch, int warpgroup, int row) {
+  if constexpr (!F::kPacksHeads) return {64 * warpgroup + row, 0};
+  const auto query = static_cast<int>(launch.group.divide(static_cast<uint32_t>(row)));
+  // Rows that are left over are behind all queries.
+  return {query < launch.packed_queries ? warpgroup * launch.packed_queries + query : kNoQuery,
+          row - query * static_cast<int>(launch.group.value)};
+}
+
 // What the scheduler has found out about a tile of rows.
 struct TileWork {
   enum State : int { kBlocks, kNoBlocks, kImpossible, kEnd };
-  State state;  // keys are visited; rows see nothing; their lengths cannot be; there is no tile any more
-  int batch, head, head_k;
-  int first_row, rows, keys;  // of the tile; of the sequence
+  State state;                // keys are visited; rows see nothing; their lengths cannot be; there is no tile any more
+  int batch, head, head_k;    // the first head, where there are several
+  int first_row, rows, keys;  // the tile's first query; of the sequence
   bool has_lengths;           // from a tile before, because all sequences are alike
   Sequence sequence;
   Visibility visibility;
@@ -72,11 +90,16 @@ struct TileWork {
   // Where the copy engine finds them: rows of the tensors, and what it may read of the keys.
   int batch_q, batch_k, first_q, first_k, end_k;
 
-  __device__ __forceinline__ void store_statistics(int row, RowStatistics<float> statistics) const {
-    reference[row] = statistics.reference;
-    log2_sum[row] = statistics.log2_sum;
-    lse[row] = log_sum_exp(statistics);
+  __device__ __forceinline__ void store_statistics(const FwdParams& p, QueryOfRow row,
+                                                   RowStatistics<float> statistics) const {
+    reference[row.query + row.head * p.reference.head_stride] = statistics.reference;
+    log2_sum[row.query + row.head * p.log2_sum.head_stride] = statistics.log2_sum;
+    lse[row.query + row.head * p.lse.head_stride] = log_sum_exp(statistics);
   }
+  __device__ __forceinline__ uint16_t* out_of(const FwdParams& p, QueryOfRow row) const {
+    return out + row.query * p.out.row_stride + row.head * p.out.head_stride;
+  }
+  __device__ __forceinline__ bool is_there(QueryOfRow row) const { return row.query < rows - first_row; }
 };
 
 // What the loader says of a block of keys: its number and these.
