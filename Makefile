@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 # What is installed where neither PYTHON nor the environment has torch 2.10 or newer.
 TORCH  ?= torch
+# Processes that the tests are shared out to; 0: in the one that pytest runs in.
+WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4)))
 # More arguments for pytest, ruff's paths and the like: make test ARGS="-k varlen"
 ARGS   ?=
 
@@ -31,7 +33,7 @@ help:
 	@echo "make lint       ruff and clang-format, checking only; make format applies them"
 	@echo "make build      compile the libraries in place"
 	@echo "make clean      remove everything that was built, and $(VENV)"
-	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) ARGS=\"$(ARGS)\""
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH) WORKERS=$(WORKERS) ARGS=\"$(ARGS)\""
 
 run: $(VENV)/.with-bench
 	$(PY) benchmarks/train_gpt.py $(ARGS)
@@ -40,10 +42,10 @@ paper: $(VENV)/.with-paper
 	$(PY) -m flash_attn.paper all $(ARGS)
 
 test: $(VENV)/.with-test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) $(ARGS)
 
 test-full: $(VENV)/.with-test
-	$(PY) -m pytest -m "full or not full" $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) -m "full or not full" $(ARGS)
 
 test-gpu: $(VENV)/.with-test
 	$(PY) -m pytest -m gpu $(ARGS)

@@ -1,5 +1,5 @@
-"""Hopper's forward where few queries let heads that share keys share tiles, too. What all calls have in common is in the
-other files."""
+"""Hopper's forward where few queries let heads that share keys share tiles, too. What all calls have in common is in
+the other files."""
 
 from __future__ import annotations
 
