@@ -242,10 +242,10 @@ inline Variant variant_of(const AttentionParams& p) {
 // Heads whose tiles are dealt out together. Without a diagonal all row blocks of a head cost the same: one head after
 // the other. With one, the long row blocks of several heads come first, as many as the better half of the L2 cache holds the keys of.
 // Measured on a GPU with 60 MB of L2: less than 8 leaves a tail of long tiles at the end, more than 32 gains nothing.
-inline uint32_t head_group(const AttentionParams& p, int64_t max_rows_k, int64_t l2_bytes) {
+// Packed sequences of mixed lengths have the least of them: with as many as a sequence's keys allow they took 3 % longer.
+inline uint32_t head_group(const AttentionParams& p, int64_t l2_bytes) {
   if (!has_window(p) || p.heads == 0) return 1;
-  const int64_t rows = std::min(p.rows_k.rows, max_rows_k);
-  const int64_t head_bytes = std::max<int64_t>(1, rows * (p.dim + p.dim_v) * 2 / p.group());
+  const int64_t head_bytes = std::max<int64_t>(1, p.rows_k.rows * (p.dim + p.dim_v) * 2 / p.group());
   // A power of two, which mostly divides the heads: a smaller last group has a longer tail.
   const auto fitting = std::bit_floor(static_cast<uint64_t>(l2_bytes * 9 / 16 / head_bytes));
   return static_cast<uint32_t>(std::clamp<uint64_t>(fitting, 8, 32));
@@ -293,7 +293,7 @@ inline std::optional<FwdLaunch> make_launch(const FwdParams& p, Choice choice, i
     return std::nullopt;
   FwdLaunch launch;
   const auto blocks = static_cast<uint32_t>(m_blocks), heads = static_cast<uint32_t>(heads_of_tiles);
-  const uint32_t group = head_group(p, max_rows_k, l2_bytes);
+  const uint32_t group = head_group(p, l2_bytes);
   launch.packed_queries = tile.packed_queries;
   if (family_of(choice.key) == Family::wgmma)
     launch.late_order = LateTileOrder(blocks, heads, static_cast<uint32_t>(all_heads), group, has_window(p));
@@ -329,9 +329,8 @@ inline BwdMemory bwd_memory(const BwdLaunch& launch, const BwdParams& p, Choice 
 // Heads whose key blocks are dealt out together. In turns (turns.h) many heads have fewer key blocks each that wait, but who
 // waits for the memory of a row block makes all others wait: as many as the L2 cache holds Q, dO and the sums of dQ of.
 // Measured with 1 to 16 heads under a diagonal: four times as many cost 3 to 25 %, half as many up to 2 %.
-inline uint32_t bwd_head_group(const BwdParams& p, int64_t max_rows_q, int64_t max_rows_k, bool takes_turns,
-                               int64_t l2_bytes) {
-  if (!takes_turns) return head_group(p, max_rows_k, l2_bytes);
+inline uint32_t bwd_head_group(const BwdParams& p, int64_t max_rows_q, bool takes_turns, int64_t l2_bytes) {
+  if (!takes_turns) return head_group(p, l2_bytes);
   const int64_t rows = std::min(p.rows_q.rows, max_rows_q);
   const int64_t head_bytes = std::max<int64_t>(1, rows * p.group() * (4 * p.dim + 2 * (p.dim + p.dim_v)));
   const int64_t fitting = std::clamp<int64_t>(l2_bytes / (has_window(p) ? 1 : 2) / head_bytes, 1, 32);
@@ -352,9 +351,8 @@ inline std::optional<BwdLaunch> make_bwd_launch(const BwdParams& p, Choice choic
       (p.block_mask.given() && (takes_turns || std::max(n_blocks, m_blocks) > BlockTiles::kMost)))
     return std::nullopt;
   BwdLaunch launch;
-  launch.order =
-      TileOrder(static_cast<uint32_t>(n_blocks), static_cast<uint32_t>(p.heads_k), static_cast<uint32_t>(key_heads),
-                bwd_head_group(p, max_rows_q, max_rows_k, takes_turns, l2_bytes));
+  launch.order = TileOrder(static_cast<uint32_t>(n_blocks), static_cast<uint32_t>(p.heads_k),
+                           static_cast<uint32_t>(key_heads), bwd_head_group(p, max_rows_q, takes_turns, l2_bytes));
   launch.turn_order = {takes_turns};
   launch.blocks = static_cast<uint32_t>(key_heads * n_blocks);
   launch.tile = choice.tile;

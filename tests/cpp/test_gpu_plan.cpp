@@ -180,8 +180,20 @@ static void test_launch() {
   p.window.causal = true;
   for (int64_t keys : {1, 1000, 100000, 10000000}) {
     p.rows_k.rows = keys;
-    const uint32_t group = head_group(p, p.rows_k.rows, 60 << 20);
+    const uint32_t group = head_group(p, 60 << 20);
     EXPECT(group >= 4 && group <= 32);
+  }
+  // No heads: no launch, and nothing is divided by them.
+  BwdParams none;
+  none.batch = 2, none.heads = 0, none.heads_k = 1, none.dim = none.dim_v = 64;
+  none.rows_q.rows = none.rows_k.rows = 300;
+  p.rows_q.rows = p.rows_k.rows = 300, p.heads = 0, p.heads_k = 1;
+  for (bool causal : {false, true}) {
+    none.window.causal = p.window.causal = causal;
+    EXPECT(request_of(p, Variant::plain, 300, 300).group == 1 &&
+           make_launch(p, choice, 300, 300, 60 << 20)->blocks == 0);
+    for (bool takes_turns : {false, true})
+      EXPECT(make_bwd_launch(none, choice, 300, 300, 60 << 20, takes_turns)->blocks == 0);
   }
 }
 
@@ -293,10 +305,10 @@ static void test_turns() {
     p.batch = 1, p.heads = p.heads_k = 16, p.dim = p.dim_v = dim;
     p.rows_q.rows = p.rows_k.rows = rows;
     p.window.causal = true;
-    EXPECT(bwd_head_group(p, rows, rows, true, kH200.l2_bytes) == heads);
-    EXPECT(bwd_head_group(p, rows, rows, false, kH200.l2_bytes) == head_group(p, rows, kH200.l2_bytes));
+    EXPECT(bwd_head_group(p, rows, true, kH200.l2_bytes) == heads);
+    EXPECT(bwd_head_group(p, rows, false, kH200.l2_bytes) == head_group(p, kH200.l2_bytes));
     p.rows_q.rows = p.rows_k.rows = 100 * rows;  // of packed sequences, of which none is longer
-    EXPECT(bwd_head_group(p, rows, rows, true, kH200.l2_bytes) == heads);
+    EXPECT(bwd_head_group(p, rows, true, kH200.l2_bytes) == heads);
   }
   // On an H200 waiting takes little.
   constexpr int kSms = 132;

@@ -138,7 +138,8 @@ __device__ __forceinline__ void ask_for_turn(const BwdLaunch& launch, BwdWork& w
 template <class F>
 __device__ __forceinline__ void wait_for_turn(const BwdLaunch& launch, const BwdWork& work,
                                               const RowBlockIndex& block) {
-  if (threadIdx.x != kTurnTaker || work.has_turn) return;
+  if (threadIdx.x != kTurnTaker) return;
+  if (ptx::load_shared_4(ptx::shared_address(&work.has_turn)) != 0) return;  // others would read it, too, if they could
   const int turn = turn_at<F>(work, block);
   while (ptx::load_acquire(launch.turns + block.tile) != turn) {
   }

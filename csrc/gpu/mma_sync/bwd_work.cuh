@@ -74,7 +74,7 @@ struct BwdWork {
   int64_t first_tile;            // of head 0 in dq_sum
   int n, keys, rows;             // the key block; of the sequence
   int first_head, end_head;      // that read this key head
-  bool has_turn;                 // to add to dQ of the row block at hand
+  uint32_t has_turn;             // 1: to add to dQ of the row block at hand
   int m_begin, m_end;            // row blocks that see one of the keys
   int m_full_begin, m_full_end;  // those in which every row sees all of them
   int seen_begin, seen_end;
