@@ -9,7 +9,8 @@ alignas(1024) inline uint8_t shared[256 << 10];  // what the kernels declare as 
 
 namespace flash::ptx {
 
-inline uint8_t* at(uint32_t address) { return mma_sync::shared + address; }
+// Kernels' static variables lie before the array or behind it.
+inline uint8_t* at(uint32_t address) { return mma_sync::shared + static_cast<int32_t>(address); }
 inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - mma_sync::shared);
 }
