@@ -247,6 +247,22 @@ def test_auto_on_hopper(hopper: list[tuple]):
     assert found.backend is None and 'backend="reference"' in found.refusals["wgmma"]
 
 
+def test_heads_in_one_tile_are_named(hopper: list[tuple], monkeypatch: pytest.MonkeyPatch):
+    """The library's plan says of how many queries a tile's rows are; it is asked with lengths and groups."""
+    asked = []
+
+    def plan(*arguments: object, family: int = 0) -> _ops.GpuPlan:
+        asked.append(arguments)
+        return _ops.GpuPlan("", 90, 64, "plain", (128, 64), "wgmma", 16 if arguments[-2:] == (5, 4) else 128)
+
+    monkeypatch.setattr(_ops, "gpu_plan", plan)
+    q, k, v = (torch.empty(2, n, h, 64, dtype=torch.bfloat16, device="cuda:0") for n, h in ((5, 8), (333, 2), (333, 2)))
+    found = explain(q, k, v, backend="wgmma")
+    assert found.kernel.endswith("plain, heads that share keys in one tile") and found.tile == (128, 64)
+    assert asked[-1][6:] == (333, False, True, 2, 5, 4)
+    assert "share" not in explain(q.narrow(2, 0, 2), k, v, backend="wgmma").kernel
+
+
 def test_families_reach_the_op(hopper: list[tuple], monkeypatch: pytest.MonkeyPatch):
     """By name, a family; "auto" leaves it to the library and asks no more than whether there is a kernel."""
     seen = []

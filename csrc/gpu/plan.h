@@ -123,8 +123,9 @@ inline bool wgmma_tile_fits(KernelKey key, int tile, const Card& card, const Req
 // Rows of the tiles for a key head's queries, those that are for nothing among them.
 inline int64_t rows_of_tiles(const wgmma::Tile& tile, const Request& request) {
   if (request.queries == 0) return 1;  // nobody knows them: all tiles are as good
-  const int64_t heads = tile.packs_heads ? 1 : request.group;
-  return heads * divide_up(request.queries, tile.queries(static_cast<int>(request.group))) * tile.rows();
+  const int64_t heads = tile.packs_heads ? 1 : std::max<int64_t>(1, request.group);
+  const int64_t queries = std::min(request.queries, kMostRows);  // no launch has more
+  return heads * divide_up(queries, tile.queries(static_cast<int>(request.group))) * tile.rows();
 }
 
 // The first that suits the length of keys, unless another one makes an eighth fewer rows of few queries. One that packs

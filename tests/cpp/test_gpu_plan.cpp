@@ -307,6 +307,7 @@ static void test_turns() {
     p.window.causal = true;
     EXPECT(bwd_head_group(p, rows, true, kH200.l2_bytes) == heads);
     EXPECT(bwd_head_group(p, rows, false, kH200.l2_bytes) == head_group(p, kH200.l2_bytes));
+    EXPECT(bwd_head_group(p, 100 * rows, true, kH200.l2_bytes) == heads);  // an overstated max_seqlen
     p.rows_q.rows = p.rows_k.rows = 100 * rows;  // of packed sequences, of which none is longer
     EXPECT(bwd_head_group(p, rows, true, kH200.l2_bytes) == heads);
   }

@@ -2,6 +2,8 @@
 // checks.
 #include <cstdio>
 #include <cstdlib>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "expect.h"
@@ -104,12 +106,26 @@ static void test_wgmma_queries() {
                 EXPECT(key.variant == Variant::plain && group > 1 && group <= 64 && of_block == 0);
                 EXPECT(size.packed_queries * group <= 64 && (size.packed_queries + 1) * group > 64);
               }
-              if (key.variant == Variant::plain && of_block == 0 && group == 8 && queries <= 64)
+              if (key.variant == Variant::plain && of_block == 0 && 1 < group && group <= 64 && queries <= 64 / group)
                 EXPECT(tile.packs_heads);
+              if (group == 8 && queries == 200) EXPECT(!tile.packs_heads);  // 1664 rows instead of 2048 are not enough
               if (group == 1) EXPECT(!tile.packs_heads);
             }
   }
-  // A launch counts tiles of key heads then.
+  // Few rows for nothing are no reason for another tile, and no number of queries is too large to ask about.
+  Request request{DataType::kBFloat16, 128, 128, Variant::plain, 5000};
+  request.queries = 4096;
+  EXPECT(fwd_tile_size(*choose_kernel(keys_with_wgmma(), request, kH200), 1).rows == 192);  // 4224 instead of 4096
+  for (int64_t queries : {int64_t{1} << 40, int64_t{1} << 60, INT64_MAX})
+    for (int64_t group : {0, 1, 8, 64, 1000}) {
+      request.queries = queries, request.group = group;
+      const auto choice = choose_kernel(keys_with_wgmma(), request, kH200);
+      EXPECT(choice && family_of(choice->key) == Family::wgmma && fwd_tile_size(*choice, group).packed_queries == 0);
+    }
+}
+
+// A launch of packed heads counts tiles of key heads.
+static void test_wgmma_packed_launch() {
   FwdParams p;
   p.batch = 3, p.heads = 16, p.heads_k = 2, p.dim = p.dim_v = 128;
   p.rows_q.rows = 40, p.rows_k.rows = 700;
@@ -120,10 +136,16 @@ static void test_wgmma_queries() {
   const auto choice = choose_kernel(keys_with_wgmma(), request, kH200);
   const auto launch = make_launch(p, *choice, 40, 700, kH200.l2_bytes);
   EXPECT(launch->packed_queries == 8 && launch->blocks == 3 * 2 * 3);  // 16 queries a tile
+  std::set<std::tuple<int64_t, int64_t, int>> found;
   for (uint32_t i = 0; i < launch->blocks; ++i) {
     const TileIndex tile = launch->late_order.tile(i);
     EXPECT(tile.batch < 3 && tile.head < 2 && tile.m_block < 3);
+    EXPECT(found.insert({tile.batch, tile.head, tile.m_block}).second);
   }
+  p.q.head_stride = kMostStride / 8;  // too far apart for an axis of groups
+  EXPECT(request_of(p, Variant::plain, 40, 700).group == 1);
+  p.q.head_stride -= 8;
+  EXPECT(request_of(p, Variant::plain, 40, 700).group == 8);
 }
 
 static void test_wgmma_blocks() {
@@ -215,6 +237,7 @@ int main() {
   test_families();
   test_wgmma_lengths();
   test_wgmma_queries();
+  test_wgmma_packed_launch();
   test_wgmma_blocks();
   test_tma();
   std::printf("%ld checks\n", checks);
